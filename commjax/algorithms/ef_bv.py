@@ -1,0 +1,139 @@
+"""EF-BV: error feedback for biased and variance reduction for unbiased compressors, in one method."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from commjax import clients, tree
+from commjax.base import Algorithm, Compressor, Constants, Params, State
+from commjax.compressors.sparse import identity
+from commjax.prox import Regularizer, zero
+from commjax.theory import ef_bv as theory
+
+
+class HParams(NamedTuple):
+    """gamma: stepsize; lam (lambda): scaling of the control variates; nu: scaling of the gradient estimate."""
+
+    gamma: float | Shaped[Array, "..."]
+    lam: float | Shaped[Array, "..."]
+    nu: float | Shaped[Array, "..."]
+
+
+class Server(NamedTuple):
+    round: Int[Array, ""]
+    params: Params  # x
+    shift: Params  # h = mean_i h_i
+
+
+class Client(NamedTuple):
+    id: Int[Array, "*n"]
+    shift: PyTree  # h_i
+
+
+class Smoothness(Protocol):
+    """What `commjax.problems` reports of a problem."""
+
+    @property
+    def L(self) -> float: ...
+    @property
+    def L_tilde(self) -> float: ...
+    @property
+    def L_max(self) -> float: ...
+
+
+def ef_bv(
+    value_and_grad: Callable[[Params, Any], tuple[Array, Params]],
+    compressor: Compressor,
+    regularizer: Regularizer | None = None,
+) -> Algorithm:
+    r"""EF-BV, which is EF21 at nu == lam and DIANA at nu == 1.
+
+        d_i = C_i(grad f_i(x) - h_i)        h_i <- h_i + lam d_i
+        g   = h + nu mean_i d_i             h   <- h + lam mean_i d_i
+        x  <- prox_{gamma R}(x - gamma g)
+
+    `value_and_grad(params, data)` is one client's; it may be stochastic through its batch (see `runner.minibatches`).
+    `init(params, ids, shift=...)` takes one row of h_i^0 per client, by default zero; the first exchange of other rows is
+    not free (`bits_init` of a record).
+
+    Thesis: Alg. EF-BV (Fig. 2.1); rates Thm 2.1 (PL), 2.2 (KL), 2.3 (nonconvex).
+    Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
+    Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
+    """
+    prox = (zero() if regularizer is None else regularizer).prox
+
+    def init(params: Params, ids: Int[Array, "n"], shift: PyTree | None = None) -> State:
+        rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
+        server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=clients.mean(rows))
+        return State(server, Client(id=ids, shift=rows))
+
+    def client_step(round, hparams, server, client, data):
+        loss, grad = value_and_grad(server.params, data)
+        d = compressor.compress(round.key, tree.sub(grad, client.shift), round.id, round.n)
+        return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
+
+    def server_step(hparams, server, d):
+        g = tree.add_scaled(server.shift, hparams.nu, d)
+        return Server(
+            round=server.round + 1,
+            params=prox(hparams.gamma, tree.add_scaled(server.params, -hparams.gamma, g)),
+            shift=tree.add_scaled(server.shift, hparams.lam, d),
+        )
+
+    return clients.federated(init, client_step, server_step, bits_down=lambda server: clients.dense_bits(server.params))
+
+
+def gd(value_and_grad, regularizer: Regularizer | None = None) -> Algorithm:
+    """Proximal gradient descent: EF-BV without compression."""
+    return ef_bv(value_and_grad, identity(), regularizer)
+
+
+def theoretical(
+    constants: Constants, smoothness: Smoothness, regime: str = "pl", *, lam: float | None = None, nu: float | None = None
+) -> HParams:
+    """lambda*, nu* (or those given) and the largest gamma that the theorem allows.
+
+    regime: "pl" (R = 0, Polyak-Lojasiewicz), "kl" (any convex R) or "nonconvex".
+
+    Thesis: Remark 1 (L1052).  Differs: E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
+    """
+    lam = theory.best_scaling(constants.eta, constants.omega) if lam is None else lam
+    nu = theory.best_scaling(constants.eta, constants.omega_ran) if nu is None else nu
+    if not 0 < nu <= 1:
+        raise ValueError(f"nu must be in (0, 1], got {nu}")
+    r_av = theory.contraction(constants.eta, constants.omega_ran, nu)
+    gamma = theory.stepsize(smoothness.L, smoothness.L_tilde, constants.eta, constants.omega, lam, r_av, regime)
+    return HParams(gamma, lam, nu)
+
+
+def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, use_omega_ran: bool = False) -> HParams:
+    """nu = lambda = lambda*; gamma with r_av = r as in the thesis's table, or with the finer r_av of omega_ran (E4f)."""
+    if not use_omega_ran:
+        constants = constants._replace(omega_ran=constants.omega)
+    lam = theory.best_scaling(constants.eta, constants.omega)
+    return theoretical(constants, smoothness, regime, lam=lam, nu=lam)
+
+
+def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly convex") -> HParams:
+    """nu = 1.  "strongly convex": lambda = 1/(1+omega), unbiased compressors, f_i convex, the larger gamma of Prop. DIANA
+    (L1097).  "pl", "kl", "nonconvex": lambda*, any compressor (App. B, L2911)."""
+    if regime != "strongly convex":
+        return theoretical(constants, smoothness, regime, nu=1.0)
+    if constants.eta != 0:
+        raise ValueError(f"diana: the strongly convex regime needs an unbiased compressor, got eta = {constants.eta}")
+    return HParams(theory.diana_stepsize(smoothness.L_max, constants.omega_ran), 1 / (1 + constants.omega), 1.0)
+
+
+def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
+    """No control variates (lambda = 0): gradient descent on unbiased messages, which stops at a neighbourhood."""
+    if constants.eta != 0:
+        raise ValueError(f"compressed_gd: needs an unbiased compressor, got eta = {constants.eta}")
+    return HParams(theory.compressed_gd_stepsize(smoothness.L, smoothness.L_max, constants.omega_ran), 0.0, 1.0)
+
+
+def gradient_descent(smoothness: Smoothness) -> HParams:
+    """gamma = 1/L for `gd`."""
+    return HParams(1 / smoothness.L, 1.0, 1.0)
+

@@ -1,0 +1,110 @@
+"""The five tuples that every method is made of.
+
+An algorithm is a pair of pure functions over pytrees, a compressor a member of C(eta, omega).  Nothing here computes: see
+`commjax.clients` for the round, `commjax.runner` for time.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree, Shaped
+
+# Aliases say what an argument means.  Typed keys (`jax.random.key`) only.
+Key = Shaped[Array, "..."]
+Params = PyTree
+ClientId = int | Shaped[Array, ""]
+
+
+class State(NamedTuple):
+    """Everything that a method remembers, in two places.
+
+    `server` is replicated and has at least `round` and `params`; every leaf of `clients` has a leading axis, one row per
+    client, and `clients.id` numbers the rows.  `State(P(), P("clients"))` is therefore a prefix for `shard_map` and
+    `State(None, 0)` one for `pmap`.
+    """
+
+    server: Any
+    clients: Any
+
+
+class Metrics(NamedTuple):
+    """What one round reports.  Bits are per round; the host adds them up in float64 (`commjax.records`)."""
+
+    loss: Shaped[Array, "..."]  # mean client loss at the params with which the round began
+    bits_up: Shaped[Array, "..."]  # sent by one client in this round, mean over clients
+    bits_down: Shaped[Array, "..."]  # sent to one client in this round
+
+
+class Message(NamedTuple):
+    """A vector (or pytree) as the receiver sees it, and its price: exactly 8 * len(encode(...)) bits."""
+
+    value: PyTree
+    bits: Shaped[Array, "..."]
+
+
+class Constants(NamedTuple):
+    """The class C(eta, omega) of n compressors and their average relative variance omega_ran.
+
+        | E C(x) - x |          <= eta |x|
+        E | C(x) - E C(x) |^2   <= omega |x|^2
+        E | mean_i (C_i(x_i) - E C_i(x_i)) |^2  <=  omega_ran mean_i |x_i|^2
+
+    Thesis: Sect. 2.2.1 and 2.2.2 (L767-L833).
+    """
+
+    eta: float
+    omega: float
+    omega_ran: float
+
+
+class Compressor(NamedTuple):
+    """A randomised map on pytrees, seen as one long vector of R^d (or leaf by leaf, see `compressors.leafwise`).
+
+    `key` is the key of the round and is *shared by all parties*: an independent compressor folds `id` into it, a joint one
+    (m-nice, perm-k) draws one event from it that all `n` clients agree on.  The receiver knows the key as well, so what is
+    drawn from it costs no bits.
+    """
+
+    name: str
+    compress: Callable[..., Message]  # (key, x, id=0, n=1) -> Message, pure and jittable
+    constants: Callable[..., Constants]  # (d, n=1) -> Constants
+    encode: Callable[..., bytes]  # (key, x, id=0, n=1) -> what the client sends for x; on the host
+    decode: Callable[..., PyTree]  # (key, data, like, id=0, n=1) -> compress(key, x, id, n).value
+    kept: Callable[..., float]  # (d, n=1) -> values in a message on average, for the legacy conventions
+    # (xs: np.ndarray [n, d]) -> (probabilities [m], values [m, n, d]): the exact joint law, for small d and n, on the host
+    outcomes: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
+
+
+class Round(NamedTuple):
+    """Who speaks, and when: what a client knows of the federation.  `key` is shared; `own_key` is the client's."""
+
+    key: Key
+    id: ClientId
+    n: int
+
+    @property
+    def own_key(self) -> Key:
+        return jax.random.fold_in(self.key, self.id)
+
+
+class InitFn(Protocol):
+    def __call__(self, params: Params, ids: Shaped[Array, "n"], **per_client: PyTree) -> State: ...
+
+
+class StepFn(Protocol):
+    def __call__(
+        self, key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]: ...
+
+
+class Algorithm(NamedTuple):
+    """`init(params, ids, **per_client) -> State` and `step(key, hparams, state, batch, *, axis_name=None)`.
+
+    `step` takes the key of the *run* and derives the round's from `state.server.round`, so no key lives in a state, and a
+    run resumes from its state alone.  `hparams` is a pytree of numbers, so a sweep over it is one `vmap`.
+    """
+
+    init: InitFn
+    step: StepFn

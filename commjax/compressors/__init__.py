@@ -1,0 +1,28 @@
+"""Compressors: members of C(eta, omega) on pytrees, with their constants, their wire format and its price."""
+
+from commjax.compressors.certify import Certificate, ViolatedConstantError, certify
+from commjax.compressors.combined import rounded, scaled
+from commjax.compressors.joint import m_nice, perm_k
+from commjax.compressors.lift import leafwise
+from commjax.compressors.quantized import dithering, natural, scaled_sign, ternary
+from commjax.compressors.sparse import comp, identity, mix, rand_k, top_k
+
+__all__ = [
+    "Certificate",
+    "ViolatedConstantError",
+    "certify",
+    "comp",
+    "dithering",
+    "identity",
+    "leafwise",
+    "m_nice",
+    "mix",
+    "natural",
+    "perm_k",
+    "rand_k",
+    "rounded",
+    "scaled",
+    "scaled_sign",
+    "ternary",
+    "top_k",
+]

@@ -1,0 +1,131 @@
+"""Does a compressor keep the constants it states?  Measured, exactly where that is possible."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commjax.base import Compressor, Constants, Key
+
+_LARGEST_LAW = 4096  # outcomes; beyond it sampling is cheaper
+_TOLERANCE = 1e-9
+
+
+class ViolatedConstantError(ValueError):
+    """A compressor that does more harm than it says."""
+
+
+class Certificate(NamedTuple):
+    """`measured` is the largest value seen over the trial vectors: exact under enumeration, else a lower confidence bound."""
+
+    method: str
+    stated: Constants
+    measured: Constants
+    estimate: Constants  # equals `measured` under enumeration
+
+
+def trial_vectors(rng: np.random.Generator, d: int, n: int, count: int) -> np.ndarray:
+    """[count + 6, n, d]: Gaussian, heavy-tailed and centred clouds, and the flat and sparse vectors where bounds are attained."""
+    clouds = rng.standard_normal((count, n, d))
+    clouds[count // 3 :] *= np.exp(2 * rng.standard_normal((count - count // 3, n, d)))
+    centred = clouds - clouds.mean(axis=1, keepdims=True)
+    clouds[2 * count // 3 :] = centred[2 * count // 3 :] if n > 1 else clouds[2 * count // 3 :]
+    flat = np.ones((n, d))
+    sign = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
+    sign[-1] *= n % 2 == 0  # an odd client stays silent, so that the rows add up to zero
+    one = np.tile(np.eye(d)[0], (n, 1))
+    half = np.tile((np.arange(d) < max(1, d // 2)).astype(float), (n, 1))
+    peak = np.tile(np.where(np.arange(d) == 0, 1.0, 1 / (np.sqrt(d) + 1)), (n, 1))
+    fixed = np.stack([flat, sign * flat if n > 1 else flat, one, half, peak, np.full((n, d), 4 / 3)])
+    return np.concatenate([fixed, clouds])
+
+
+def _sizes(xs: np.ndarray) -> np.ndarray:
+    return np.maximum((xs**2).sum(axis=1), np.finfo(float).tiny)  # C(0) = 0, so 0 / tiny is what we want
+
+
+def _exact(compressor: Compressor, xs: np.ndarray) -> Constants:
+    probability, values = compressor.outcomes(xs)  # type: ignore[misc]
+    mean = np.einsum("m,mnd->nd", probability, values)
+    deviation = values - mean
+    sizes = _sizes(xs)
+    bias = np.sqrt(((mean - xs) ** 2).sum(axis=1) / sizes)
+    variance = np.einsum("m,mnd->n", probability, deviation**2) / sizes
+    average = np.einsum("m,md->", probability, deviation.mean(axis=1) ** 2) / sizes.mean()
+    return Constants(bias.max(), variance.max(), average)
+
+
+def _sampler(compressor: Compressor, n: int):
+    """(keys [samples], xs [n, d]) -> values [samples, n, d]"""
+
+    def once(key, xs):
+        return jax.vmap(lambda x, id: compressor.compress(key, x, id, n).value)(xs, jnp.arange(n))
+
+    return jax.jit(jax.vmap(once, in_axes=(0, None)))
+
+
+def _bounds(values: np.ndarray, xs: np.ndarray, z: float) -> tuple[Constants, Constants]:
+    """(lower confidence bounds, estimates), z standard errors apart."""
+    samples = len(values)
+    mean, sizes = values.mean(axis=0), _sizes(xs)
+    squares = ((values - mean) ** 2).sum(axis=2) / sizes  # [samples, n]
+    averages = ((values - mean).mean(axis=1) ** 2).sum(axis=1) / sizes.mean()
+    unbiased = samples / (samples - 1)
+    omega, omega_ran = squares.mean(axis=0) * unbiased, averages.mean() * unbiased
+    error = z / np.sqrt(samples)
+    bias = np.sqrt(((mean - xs) ** 2).sum(axis=1) / sizes)
+    noise = np.sqrt(omega / samples)
+    slack = (1 + z) / samples  # the mean is estimated too
+    lower = Constants(
+        max(0.0, (bias - (1 + z) * noise).max()),
+        max(0.0, (omega * (1 - slack) - error * squares.std(axis=0)).max()),
+        max(0.0, omega_ran * (1 - slack) - error * averages.std()),
+    )
+    corrected = np.sqrt(np.maximum(bias**2 - noise**2, 0))
+    return lower, Constants(corrected.max(), omega.max(), omega_ran)
+
+
+def certify(
+    compressor: Compressor,
+    d: int,
+    n: int = 1,
+    *,
+    key: Key | None = None,
+    trials: int = 12,
+    samples: int = 4000,
+    z: float = 5.0,
+    enumerate_up_to: int = 6,
+) -> Certificate:
+    """Measure eta, omega and omega_ran of n clients on R^d, and refuse constants that are violated.
+
+    For d and n small enough every outcome is enumerated and the expectations are exact; otherwise they are sampled, and a
+    constant counts as violated when it lies z standard errors below the estimate.  A measured value is a lower bound of the
+    true constant: the supremum is over the trial vectors only.
+
+    >>> from commjax.compressors import rand_k
+    >>> certify(rand_k(2), d=4, n=2).measured
+    Constants(eta=0.0, omega=1.0, omega_ran=0.5)
+    """
+    stated = compressor.constants(d, n)
+    trial = trial_vectors(np.random.default_rng(0), d, n, trials)
+    exact = compressor.outcomes is not None and d <= enumerate_up_to and n <= 3
+    if exact:
+        exact = len(compressor.outcomes(trial[0])[0]) <= _LARGEST_LAW  # type: ignore[misc]
+    if exact:
+        rows = [_exact(compressor, xs) for xs in trial]
+        pairs = [(row, row) for row in rows]
+    else:
+        key = jax.random.key(0) if key is None else key
+        sample = _sampler(compressor, n)
+        keys = [jax.random.split(one, samples) for one in jax.random.split(key, len(trial))]
+        pairs = [_bounds(np.asarray(sample(k, jnp.asarray(xs)), np.float64), xs, z) for k, xs in zip(keys, trial)]
+    measured, estimate = (
+        Constants(*(float(np.round(max(column), 12)) for column in zip(*side))) for side in zip(*pairs)
+    )
+    for name, have, said in zip(Constants._fields, measured, stated):
+        if have > said + _TOLERANCE * (1 + said):
+            raise ViolatedConstantError(
+                f"{compressor.name} on R^{d} with {n} clients states {name} = {said:.6g}, measured at least {have:.6g}"
+            )
+    return Certificate("enumeration" if exact else f"{samples} samples", stated, measured, estimate)

@@ -1,0 +1,74 @@
+"""Compressors made of others."""
+
+import jax
+import jax.numpy as jnp
+
+from commjax import tree
+from commjax.base import Compressor, Constants, Message
+
+
+def scaled(factor: float, compressor: Compressor) -> Compressor:
+    """lambda C, in C(lambda eta + 1 - lambda, lambda^2 omega).  The factor is known to both sides and is not sent.
+
+    Thesis: Prop. 1 (L840).
+    Differs: E7 (eta' is in [0, 1)).
+
+    >>> from commjax.compressors import rand_k
+    >>> scaled(0.1, rand_k(1)).constants(10).omega  # keeps one entry unchanged
+    0.09000000000000001
+    """
+    if not 0 < factor <= 1:
+        raise ValueError(f"scaled: factor must be in (0, 1], got {factor}")
+
+    def compress(key, x, id=0, n=1):
+        value, bits = compressor.compress(key, x, id, n)
+        return Message(tree.scale(factor, value), bits)
+
+    def constants(d, n=1):
+        eta, omega, omega_ran = compressor.constants(d, n)
+        return Constants(factor * eta + 1 - factor, factor**2 * omega, factor**2 * omega_ran)
+
+    def outcomes(xs):
+        probability, values = compressor.outcomes(xs)
+        return probability, factor * values
+
+    return compressor._replace(
+        name=f"{factor:g} {compressor.name}",
+        compress=compress,
+        constants=constants,
+        decode=lambda key, data, like, id=0, n=1: tree.scale(factor, compressor.decode(key, data, like, id, n)),
+        outcomes=compressor.outcomes and outcomes,
+    )
+
+
+def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
+    """x is rounded to `dtype` first, so that a float64 run pays for float32 numbers, honestly.
+
+    With u the unit roundoff, by Minkowski's inequality a member of C(eta, omega) becomes one of
+        C(eta + u (1 + eta), (1+u)^2 omega),   omega_ran likewise.
+    Holds if: no entry overflows or is subnormal in `dtype`.  As everywhere, C's own arithmetic is taken as exact.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+
+    def down(x):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), x)
+
+    def up(value, like):
+        return jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), value, like)
+
+    def compress(key, x, id=0, n=1):
+        value, bits = compressor.compress(key, down(x), id, n)
+        return Message(up(value, x), bits)
+
+    def constants(d, n=1):
+        eta, omega, omega_ran = compressor.constants(d, n)
+        return Constants(eta + unit * (1 + eta), (1 + unit) ** 2 * omega, (1 + unit) ** 2 * omega_ran)
+
+    return compressor._replace(
+        name=f"{compressor.name} in {jnp.dtype(dtype).name}",
+        compress=compress,
+        constants=constants,
+        encode=lambda key, x, id=0, n=1: compressor.encode(key, down(x), id, n),
+        decode=lambda key, data, like, id=0, n=1: up(compressor.decode(key, data, down(tree.zeros_like(like)), id, n), like),
+        outcomes=None,
+    )

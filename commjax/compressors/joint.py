@@ -1,0 +1,141 @@
+"""Compressors of all clients together, made from one event that all of them draw from the round's key."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commjax.base import Compressor, Constants, Message
+from commjax.compressors import wire
+from commjax.compressors.lift import check_count, from_value, on_vectors, value_bits
+from commjax.compressors.sparse import identity
+
+
+def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
+    """Partial participation: m of n clients, drawn uniformly, send (n/m) C(x); the others send nothing and 0 is assumed.
+
+    Thesis: L824-L833 with C the identity: omega = (n-m)/m, omega_ran = (n-m)/(m(n-1)), attained at sum x_i = 0.
+    With C in C(eta, omega_C), independent over clients, by the law of total variance
+        omega = (n/m) omega_C + (n/m - 1) (1+eta)^2,   omega_ran = (n/m) omega_ran_C + (n-m)/(m(n-1)) (1+eta)^2.
+
+    >>> m_nice(3).constants(7, n=5)
+    Constants(eta=0.0, omega=0.6666666666666667, omega_ran=0.16666666666666666)
+    """
+    check_count("m_nice", "m", m)
+    inner = identity() if compressor is None else compressor
+
+    def check(n):
+        if m > n:
+            raise ValueError(f"m_nice: m must be at most the number of clients n = {n}, got {m}")
+
+    def takes_part(key, id, n):
+        check(n)
+        return jax.random.permutation(jax.random.fold_in(key, n), n)[id] < m
+
+    def compress(key, x, id=0, n=1):
+        here = takes_part(key, id, n)
+        value, bits = inner.compress(key, x, id, n)
+        sent = jax.tree.map(lambda leaf: jnp.where(here, leaf * jnp.asarray(n / m, leaf.dtype), jnp.zeros_like(leaf)), value)
+        return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
+
+    def constants(d, n=1):
+        check(n)
+        eta, omega, omega_ran = inner.constants(d, n)
+        spread = 0.0 if n == 1 else (n - m) / (m * (n - 1))
+        return Constants(
+            eta, n / m * omega + (n / m - 1) * (1 + eta) ** 2, n / m * omega_ran + spread * (1 + eta) ** 2
+        )
+
+    def encode(key, x, id=0, n=1):
+        return inner.encode(key, x, id, n) if takes_part(key, id, n) else b""
+
+    def decode(key, data, like, id=0, n=1):
+        if not takes_part(key, id, n):
+            if data:
+                raise ValueError(f"m_nice: client {id} does not take part in this round, got {len(data)} bytes")
+            return jax.tree.map(jnp.zeros_like, like)
+        value = inner.decode(key, data, like, id, n)
+        return jax.tree.map(lambda leaf: leaf * jnp.asarray(n / m, leaf.dtype), value)
+
+    def outcomes(xs):
+        n = len(xs)
+        probability, values = inner.outcomes(xs)
+        here = np.array([[i in chosen for i in range(n)] for chosen in itertools.combinations(range(n), m)])
+        joint = np.where(here[:, None, :, None], n / m * values[None], 0.0).reshape(-1, *xs.shape)
+        return np.tile(probability, len(here)) / len(here), joint
+
+    name = f"{m}-nice" + ("" if compressor is None else f"({inner.name})")
+    return Compressor(
+        name, compress, constants, encode, decode, lambda d, n=1: m / n * inner.kept(d, n), inner.outcomes and outcomes
+    )
+
+
+def perm_k() -> Compressor:
+    """Perm-K (Szlendak et al., 2022): the clients share out the coordinates by one random permutation.
+
+    d >= n: every coordinate has one owner, blocks of d/n; the owner sends n x_j.
+    d <  n: every client owns one coordinate, n/d owners each; it sends d x_j.
+    Where the one does not divide the other, blocks differ by one and their owners are drawn too, so that every client owns every
+    coordinate equally often, and the compressor stays unbiased.
+
+    In U(n - 1) with omega_ran = 1 (d >= n > 1), or U(d - 1) with omega_ran = (d^2/n) (1/d - E s(s-1) / (n(n-1))), s the number
+    of owners of a coordinate; both attained at sum x_i = 0.  No position is sent.
+
+    >>> perm_k().constants(8, n=4)
+    Constants(eta=0.0, omega=3.0, omega_ran=1.0)
+    """
+
+    def owned(key, d, id, n):
+        key_coordinates, key_clients = jax.random.split(key)
+        seat = jax.random.permutation(key_clients, n)[id]
+        place = jax.random.permutation(key_coordinates, d)
+        # Seat s owns places from ceil(s d / n) to ceil((s+1) d / n), or, when clients are many, the place floor(s d / n).
+        return place * n // d == seat if d >= n else place == seat * d // n
+
+    def factor(d, n):
+        return min(d, n)
+
+    def compress(key, x, id, n):
+        return jnp.where(owned(key, x.size, id, n), x * jnp.asarray(factor(x.size, n), x.dtype), jnp.zeros((), x.dtype))
+
+    def bits(key, d, dtype, id, n):
+        if d % n == 0 or d < n:
+            return max(1, d // n) * value_bits(dtype)
+        return jnp.sum(owned(key, d, id, n)) * value_bits(dtype)
+
+    def unpack(key, data, d, dtype, id, n):
+        mask = np.asarray(owned(key, d, id, n))
+        value = np.zeros(d, dtype)
+        value[mask] = wire.decode_values(data, int(mask.sum()), dtype)
+        return value
+
+    def constants(d, n):
+        if n == 1:
+            return Constants(0.0, 0.0, 0.0)
+        if d >= n:
+            return Constants(0.0, n - 1.0, 1.0)
+        small, many = n // d, n % d  # `many` coordinates have small + 1 owners
+        pairs = ((d - many) * small * (small - 1) + many * (small + 1) * small) / d
+        return Constants(0.0, d - 1.0, d * d / n * (1 / d - pairs / (n * (n - 1))))
+
+    def outcomes(xs):
+        n, d = xs.shape
+        value = []
+        for place in itertools.permutations(range(d)):
+            for seat in itertools.permutations(range(n)):
+                place_, seat_ = np.array(place), np.array(seat)[:, None]
+                mine = place_ * n // d == seat_ if d >= n else place_ == seat_ * d // n
+                value.append(np.where(mine, factor(d, n) * xs, 0.0))
+        return np.full(len(value), 1 / len(value)), np.array(value)
+
+    return on_vectors(
+        "perm-k",
+        compress=compress,
+        bits=bits,
+        pack=from_value(compress, lambda key, value, id, n: wire.encode_values(value[np.asarray(owned(key, len(value), id, n))])),
+        unpack=unpack,
+        constants=constants,
+        kept=lambda d, n: max(1.0, d / n),
+        outcomes=outcomes,
+    )

@@ -1,0 +1,114 @@
+"""From maps on R^d to compressors of pytrees."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from commjax import tree
+from commjax.base import Compressor, Constants, Message
+
+
+def check_k(name: str, k: int, d: int) -> None:
+    """1 <= k <= d, known only when the vector is"""
+    if k > d:
+        raise ValueError(f"{name}: k must be at most the dimension d = {d}, got {k}")
+
+
+def check_count(name: str, argument: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: {argument} must be an integer of at least 1, got {value!r}")
+
+
+def value_bits(dtype) -> int:
+    """Bits of one number on the wire"""
+    return 8 * np.dtype(dtype).itemsize
+
+
+def independent(n: int, eta: float, omega: float) -> Constants:
+    """Mutually independent compressors: omega_ran = omega / n (L816)."""
+    return Constants(float(eta), float(omega), float(omega) / n)
+
+
+def from_value(compress: Callable, pack_value: Callable) -> Callable:
+    """pack for a message that can be read off its own value: compress first, then (key, value: np.ndarray, id, n) -> bytes"""
+    return lambda key, x, id, n: pack_value(key, np.asarray(compress(key, x, id, n)), id, n)
+
+
+def on_vectors(
+    name: str,
+    *,
+    compress: Callable,  # (key, x [d], id, n) -> value [d]
+    bits: Callable,  # (key, d, dtype, id, n) -> price
+    pack: Callable,  # (key, x [d], id, n) -> what is sent for x; see `from_value`
+    unpack: Callable,  # (key, data, d, dtype, id, n) -> value [d]
+    constants: Callable,  # (d, n) -> Constants
+    kept: Callable,  # (d, n) -> values in a message
+    outcomes: Callable,  # (xs [n, d]) -> the joint law; see `laws`
+) -> Compressor:
+    """A compressor of pytrees, taken as one long vector."""
+
+    def on_tree(key, x, id=0, n=1):
+        flat, unravel = ravel_pytree(x)
+        price = jnp.asarray(bits(key, flat.size, flat.dtype, id, n), jnp.zeros(()).dtype)
+        return Message(unravel(compress(key, flat, id, n)), price)
+
+    def encode(key, x, id=0, n=1):
+        flat, _ = ravel_pytree(x)
+        return pack(key, flat, id, n)
+
+    def decode(key, data, like, id=0, n=1):
+        flat, unravel = ravel_pytree(tree.zeros_like(like))
+        return unravel(jnp.asarray(unpack(key, data, flat.size, flat.dtype, id, n)))
+
+    return Compressor(
+        name, on_tree, lambda d, n=1: constants(d, n), encode, decode, lambda d, n=1: kept(d, n), outcomes
+    )
+
+
+def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor:
+    """Leaf by leaf: each leaf is a vector of its own, with its own randomness.
+
+    Takes a compressor, or a function of the leaf's size (`lambda d: top_k(max(1, d // 100))`).  `constants` and `kept` take
+    the list of leaf sizes.  In C(max eta, max omega), since both squared errors are sums over leaves.
+    """
+
+    def at(d: int) -> Compressor:
+        return compressor if isinstance(compressor, Compressor) else compressor(d)
+
+    def leaves(key, x):
+        flat, treedef = jax.tree.flatten(x)
+        return [(jax.random.fold_in(key, i), leaf, at(math.prod(leaf.shape))) for i, leaf in enumerate(flat)], treedef
+
+    def compress(key, x, id=0, n=1):
+        parts, treedef = leaves(key, x)
+        messages = [one.compress(k, leaf, id, n) for k, leaf, one in parts]
+        return Message(treedef.unflatten([m.value for m in messages]), sum(m.bits for m in messages))
+
+    def constants(sizes: int | Sequence[int], n: int = 1) -> Constants:
+        sizes = [sizes] if isinstance(sizes, int) else sizes
+        return Constants(*(max(values) for values in zip(*(at(d).constants(d, n) for d in sizes))))
+
+    def encode(key, x, id=0, n=1):
+        # Each leaf's length is known to the receiver, except where a client is silent: a length prefix would be a bit too many.
+        return b"".join(one.encode(k, leaf, id, n) for k, leaf, one in leaves(key, x)[0])
+
+    def decode(key, data, like, id=0, n=1):
+        parts, treedef = leaves(key, tree.zeros_like(like))
+        values, start = [], 0
+        for k, leaf, one in parts:
+            stop = start + int(one.compress(k, leaf, id, n).bits) // 8
+            values.append(one.decode(k, data[start:stop], leaf, id, n))
+            start = stop
+        if start != len(data):
+            raise ValueError(f"{name}: a message of {start} bytes was expected, got {len(data)}")
+        return treedef.unflatten(values)
+
+    def kept(sizes: int | Sequence[int], n: int = 1) -> float:
+        return sum(at(d).kept(d, n) for d in ([sizes] if isinstance(sizes, int) else sizes))
+
+    name = f"leafwise({compressor.name if isinstance(compressor, Compressor) else 'function of size'})"
+    return Compressor(name, compress, constants, encode, decode, kept)

@@ -1,0 +1,177 @@
+"""Compressors that keep every coordinate in fewer bits: natural compression, random dithering, scaled sign."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commjax.base import Compressor, Constants
+from commjax.compressors import laws, wire
+from commjax.compressors.lift import check_count, from_value, independent, on_vectors, value_bits
+
+_UINT = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def natural() -> Compressor:
+    """Each entry is rounded up or down to a power of two, at random and without bias; sign and exponent are sent.
+
+    In U(1/8), attained where |x| is 4/3 of a power of two (Horvath et al., 2022).
+    Holds if: no entry is subnormal or in the last binade of its dtype (it may then round to 0 or to infinity).
+
+    >>> natural().compress(jax.random.key(0), jnp.array([0.0, 1.0, -4.0])).value.tolist()
+    [0.0, 1.0, -4.0]
+    """
+
+    def compress(key, x, id, n):
+        # The mantissa is the probability of rounding up, so one integer comparison does it exactly.
+        mantissa = jnp.finfo(x.dtype).nmant
+        bits = jax.lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
+        low = jnp.asarray((1 << mantissa) - 1, bits.dtype)
+        up = (jax.random.bits(jax.random.fold_in(key, id), x.shape, bits.dtype) & low) < (bits & low)
+        rounded = (bits & ~low) + (up.astype(bits.dtype) << mantissa)
+        return jax.lax.bitcast_convert_type(rounded, x.dtype)
+
+    def width(dtype):
+        return value_bits(dtype) - jnp.finfo(dtype).nmant
+
+    def pack(key, value, id, n):
+        shift = np.uint64(jnp.finfo(value.dtype).nmant)
+        exponents = value.view(f"u{value.dtype.itemsize}").astype(np.uint64) >> shift
+        return wire.to_bytes(wire.pack_integers(exponents, width(value.dtype)))
+
+    def unpack(key, data, d, dtype, id, n):
+        exponents = wire.unpack_integers(wire.from_bytes(data, d * width(dtype)), width(dtype))
+        bits = exponents << np.uint64(jnp.finfo(dtype).nmant)
+        return bits.astype(f"u{np.dtype(dtype).itemsize}").view(dtype)
+
+    def law(x):
+        low = np.sign(x) * 2.0 ** np.floor(np.log2(np.where(x == 0, 1, np.abs(x))))
+        return laws.coordinatewise(low, 2 * low, np.where(x == 0, 0, x / np.where(x == 0, 1, low) - 1))
+
+    return on_vectors(
+        "natural",
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: wire.whole_bytes(d * width(dtype)),
+        pack=from_value(compress, pack),
+        unpack=unpack,
+        constants=lambda d, n: independent(n, 0.0, 1 / 8),
+        kept=lambda d, n: d,
+        outcomes=laws.independent(law),
+    )
+
+
+def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
+    """The smallest omega that theory gives for `dithering`, at most QSGD's min(d/s^2, sqrt(d)/s).
+
+    With y = |x| / |x|_p the relative variance is sum phi(y_i) / sum y_i^2, where phi = f(1-f)/s^2 and f = frac(s y).  As a
+    function of z = y^2 the smallest concave bound of phi is sqrt(z)/s - z up to its first top at z = 1/(4 s^2) and 1/(4 s^2)
+    beyond; by Jensen the supremum is d env(c^2/d) / c^2 with c = min |y|_2, attained at flat x on the first branch.
+    """
+    if levels == 1 and math.isinf(norm):
+        return (math.sqrt(d) - 1) / 2  # one entry at the maximum, the others at 1/(sqrt(d)+1) of it
+    c2 = 1.0 if norm >= 2 else d ** (1 - 2 / norm)
+    z = c2 / d
+    first = z <= 1 / (4 * levels**2) or levels == 1
+    envelope = math.sqrt(z) / levels - z if first else 1 / (4 * levels**2)
+    return max(0.0, d * envelope / c2)
+
+
+def dithering(levels: int, norm: float = 2.0) -> Compressor:
+    """Random dithering with s levels in the p-norm (QSGD at p = 2, TernGrad at s = 1 and p = inf).
+
+        C(x)_j = |x|_p sign(x_j) l_j / s,   l_j = s |x_j| / |x|_p rounded up or down at random without bias
+
+    One norm and d digits of base 2s + 1 are sent.  In U(omega), see `dithering_omega`: exact for s <= sqrt(d)/2 and p <= 2,
+    and for p = inf, s = 1.
+
+    >>> round(dithering(1).constants(100).omega, 6)
+    9.0
+    """
+    check_count("dithering", "levels", levels)
+    if not norm >= 1:
+        raise ValueError(f"dithering: norm must be at least 1 (or inf), got {norm}")
+
+    def dequantize(scale, level):
+        # Multiplications only: a division might be compiled as one or the other.
+        return scale * (level.astype(scale.dtype) * jnp.asarray(1 / levels, scale.dtype))
+
+    def quantize(key, x, id):
+        scale = jnp.linalg.norm(x, ord=norm)
+        relative = jnp.abs(x) / jnp.where(scale > 0, scale, jnp.ones((), x.dtype)) * levels
+        low = jnp.floor(relative)
+        up = jax.random.uniform(jax.random.fold_in(key, id), x.shape, x.dtype) < relative - low
+        # Rounding may put |x_j| / |x|_p an ulp above 1.
+        level = jnp.minimum(low + up.astype(x.dtype), levels)
+        return scale, (jnp.sign(x) * level).astype(jnp.int32)
+
+    def compress(key, x, id, n):
+        return dequantize(*quantize(key, x, id))
+
+    def pack(key, x, id, n):
+        scale, level = quantize(key, x, id)
+        return wire.encode_values(np.asarray(scale)) + wire.encode_digits(np.asarray(level) + levels, 2 * levels + 1)
+
+    def unpack(key, data, d, dtype, id, n):
+        size = np.dtype(dtype).itemsize
+        scale = wire.decode_values(data[:size], 1, dtype)[0]
+        digits = wire.decode_digits(data[size:], d, 2 * levels + 1)
+        if np.any(digits > 2 * levels):
+            raise ValueError(f"dithering: digits must be below {2 * levels + 1}")
+        return dequantize(jnp.asarray(scale), jnp.asarray(digits - levels))
+
+    def law(x):
+        scale = np.linalg.norm(x, ord=norm)
+        relative = np.minimum(np.abs(x) / (scale or 1.0) * levels, levels)
+        low = np.floor(relative)
+        step = np.sign(x) * scale / levels
+        return laws.coordinatewise(step * low, step * (low + 1), relative - low)
+
+    return on_vectors(
+        f"dithering({levels},p={norm:g})",
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: value_bits(dtype) + wire.radix_bits(d, 2 * levels + 1),
+        pack=pack,
+        unpack=unpack,
+        constants=lambda d, n: independent(n, 0.0, dithering_omega(d, levels, norm)),
+        kept=lambda d, n: d,
+        outcomes=laws.independent(law),
+    )
+
+
+def ternary(norm: float = math.inf) -> Compressor:
+    """Each entry becomes -1, 0 or 1 times the norm: dithering with one level (TernGrad at p = inf)."""
+    return dithering(1, norm)._replace(name=f"ternary(p={norm:g})")
+
+
+def scaled_sign() -> Compressor:
+    """(|x|_1 / d) sign(x), the sign of zero being +1: one number and d bits.
+
+    In C(sqrt(1 - 1/d), 0), attained at x with one nonzero entry; |C(x) - x|^2 = |x|^2 - |x|_1^2 / d.
+
+    >>> scaled_sign().compress(jax.random.key(0), jnp.array([3.0, -1.0])).value.tolist()
+    [2.0, -2.0]
+    """
+
+    def compress(key, x, id, n):
+        scale = jnp.mean(jnp.abs(x))
+        return jnp.where(x < 0, -scale, scale)
+
+    def pack(key, value, id, n):
+        return wire.encode_values(np.abs(value[:1])) + wire.to_bytes((value < 0).astype(np.uint8))
+
+    def unpack(key, data, d, dtype, id, n):
+        size = np.dtype(dtype).itemsize
+        scale = wire.decode_values(data[:size], 1, dtype)[0]
+        return np.where(wire.from_bytes(data[size:], d) == 1, -scale, scale)
+
+    return on_vectors(
+        "scaled sign",
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: value_bits(dtype) + wire.whole_bytes(d),
+        pack=from_value(compress, pack),
+        unpack=unpack,
+        constants=lambda d, n: Constants(math.sqrt(1 - 1 / d), 0.0, 0.0),
+        kept=lambda d, n: d,
+        outcomes=laws.certain(lambda x: np.abs(x).mean() * np.where(x < 0, -1.0, 1.0)),
+    )

@@ -1,0 +1,182 @@
+"""Selection of coordinates without sorting: masks of the k largest, of k at random, of k at random among the k' largest.
+
+XLA's CPU sort is the bottleneck of every selection.  Non-negative floats order as their bit patterns do, so the k-th largest is
+found by building its bits from the top, one counting pass a bit; exact, ties by position.
+"""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from commjax.base import Key
+
+_INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+# Up to this dimension and this many expected draws it is cheaper to test the ranks of candidates than to find a threshold.
+_MAX_DIMENSION = 4096
+_MAX_CANDIDATES = 16
+
+
+def magnitude_bits(x: Shaped[Array, "d"]) -> Int[Array, "d"]:
+    """|x| as non-negative integers of the same order, NaN above all (signed, because CPUs compare these faster)."""
+    bits = jax.lax.bitcast_convert_type(x, _INT[x.dtype.itemsize])
+    return bits & jnp.iinfo(bits.dtype).max
+
+
+def _count(mask: Bool[Array, "d"]) -> Int[Array, ""]:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _random_keys(key: Key, d: int) -> Int[Array, "d"]:
+    return (jax.random.bits(key, (d,), jnp.uint32) >> 1).astype(jnp.int32)
+
+
+def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of the k largest non-negative integers; among equals the first positions win."""
+    width, d = jnp.iinfo(keys.dtype).bits - 1, keys.shape[0]
+
+    def grow(step, threshold):
+        higher = threshold | (jnp.ones((), keys.dtype) << (width - 1 - step).astype(keys.dtype))
+        return jnp.where(_count(keys >= higher) >= k, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, width, grow, jnp.zeros((), keys.dtype))
+    above, equal = keys > threshold, keys == threshold
+    wanted = k - _count(above)
+
+    # Ties only: the smallest position p such that `wanted` equals stand at or before it, again bit by bit.  Under vmap the
+    # loop runs zero times when no row has a tie.
+    position = jnp.arange(d, dtype=jnp.int32)
+    tie = _count(equal) > wanted
+
+    def narrow(carry):
+        step, end = carry
+        middle = end | (1 << step)
+        enough = _count(equal & (position < middle)) >= wanted
+        return step - 1, jnp.where(enough, end, middle)
+
+    bits = max(1, (d - 1).bit_length())
+    _, end = jax.lax.while_loop(
+        lambda carry: tie & (carry[0] >= 0), narrow, (jnp.int32(bits - 1), jnp.zeros((), jnp.int32))
+    )
+    return above | (equal & (~tie | (position <= end)))
+
+
+@partial(jax.jit, static_argnames="k")
+def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of the k entries of largest magnitude, the first ones among equals; exactly k are set.
+
+    >>> top_k_mask(jnp.array([1.0, -3.0, 2.0, 3.0]), 2).tolist()
+    [False, True, False, True]
+    """
+    return jnp.ones(x.shape, bool) if k == x.shape[0] else _largest(magnitude_bits(x), k)
+
+
+def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
+    """Uniform on 0..d-1 from one 32-bit word each (bias below d / 2^32); `jax.random.randint` draws two and divides."""
+    if d >= 1 << 16:
+        return jax.random.randint(key, shape, 0, d)
+    word = jax.random.bits(key, shape, jnp.uint32)
+    high, low = word >> 16, word & 0xFFFF
+    return ((high * d + ((low * d) >> 16)) >> 16).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("d", "k"))
+def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
+    """Mask of k distinct coordinates, every subset of size k equally likely.
+
+    Few coordinates: Floyd's algorithm, k draws.  Many: the k largest of d random words (ties, of probability about k / 2^31,
+    go to the first).
+    """
+    if k == d:
+        return jnp.ones(d, bool)
+    if k > 32:
+        return _largest(_random_keys(key, d), k)
+    position = jnp.arange(d, dtype=jnp.int32)
+    mask = jnp.zeros(d, bool)
+    for draw, last in enumerate(range(d - k, d)):
+        index = random_index(jax.random.fold_in(key, draw), (), last + 1)
+        taken = jnp.any(mask & (position == index))
+        mask = mask | (position == jnp.where(taken, last, index))
+    return mask
+
+
+def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of k distinct coordinates of `allowed` (which has at least k), uniformly: the k largest random words there."""
+    return _largest(jnp.where(allowed, _random_keys(key, allowed.shape[0]) | 1, 0), k)
+
+
+@partial(jax.jit, static_argnames=("k", "k_top"))
+def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[Array, "d"]:
+    """Mask of k coordinates drawn uniformly without replacement among the k_top largest magnitudes."""
+    d = x.shape[0]
+    if k == k_top:
+        return top_k_mask(x, k)
+    if k_top == d:
+        return random_mask(key, d, k)
+    if d > _MAX_DIMENSION or k * d > _MAX_CANDIDATES * k_top:
+        return random_of_mask(key, top_k_mask(x, k_top), k)
+    return _draw_from_top(k, k_top)(key, magnitude_bits(x))
+
+
+@cache
+def _draw_from_top(k: int, k_top: int):
+    """(key, keys [d]) -> mask [d]; under vmap all rows at once, clients last, so that the counting is vectorised."""
+
+    @jax.custom_batching.custom_vmap
+    def draw(key, keys):
+        return _draw_rows(key[None], keys[None], k, k_top)[0]
+
+    @draw.def_vmap
+    def rule(n, batched, key, keys):
+        key, keys = (a if b else jnp.repeat(a[None], n, 0) for a, b in zip((key, keys), batched))
+        return _draw_rows(key, keys, k, k_top), True
+
+    return draw
+
+
+def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Array, "n d"]:
+    """A candidate is one of the k_top largest iff fewer than k_top entries are larger, so the first k distinct accepted
+    candidates of a uniform stream are what is wanted, and neither a sort nor a threshold is needed."""
+    n, d = keys.shape
+    draws = 4 * -(-(int(k * d / k_top) + 14) // 4)  # one of 1000 clients seldom needs a second turn
+    order = jnp.arange(draws, dtype=jnp.int32)[:, None]
+    columns = keys.T
+
+    def larger(candidate, own):
+        def add(j, total):
+            tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
+            return total + (columns[j] + tie > own).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, d, add, jnp.zeros((draws, n), jnp.int32), unroll=16)
+
+    def turn(carry):
+        number, chosen, found = carry
+        candidate = jax.vmap(lambda one: _candidates(one, number, draws, d), out_axes=1)(key)
+        accept = larger(candidate, jnp.take_along_axis(columns, candidate, axis=0)) < k_top
+        if k > 1:  # distinct: not an earlier accepted candidate, nor chosen in an earlier turn
+            same = (candidate[:, None] == candidate[None]) & accept[None] & (order[None] < order[:, None])[..., 0, None]
+            accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
+        place = found + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept
+        slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
+        found = jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
+        return number + 1, jnp.maximum(chosen, jnp.stack(slots)), found
+
+    start = (jnp.int32(0), jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32))
+    _, chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, start)
+    position = jnp.arange(d, dtype=jnp.int32)
+    return jnp.any(jnp.stack([position == row[:, None] for row in chosen]), axis=0)
+
+
+def _candidates(key: Key, turn: Int[Array, ""], draws: int, d: int) -> Int[Array, "t"]:
+    """A stream of uniform indices below d <= 2^12, two from each word as two digits of base d (bias below d^2 / 2^32).
+
+    A `fold_in` costs one hash and is two random words; `jax.random.bits` costs one hash a word.
+    """
+    hashes = turn * (draws // 4) + jnp.arange(draws // 4, dtype=jnp.int32)
+    word = jax.random.key_data(jax.vmap(lambda count: jax.random.fold_in(key, count))(hashes)).reshape(-1)
+    high, low = word >> 16, word & 0xFFFF
+    first = high * d + ((low * d) >> 16)
+    second = (first & 0xFFFF) * d + ((((low * d) & 0xFFFF) * d) >> 16)
+    return (jnp.concatenate([first, second]) >> 16).astype(jnp.int32)[:draws]

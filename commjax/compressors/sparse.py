@@ -1,0 +1,218 @@
+"""Compressors that keep some coordinates: identity, top-k, rand-k, and the thesis's mixtures of the two."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commjax.base import Compressor, Constants
+from commjax.compressors import laws, select, wire
+from commjax.compressors.lift import check_count, check_k, from_value, independent, on_vectors, value_bits
+
+
+def identity() -> Compressor:
+    """C(x) = x, in C(0, 0).
+
+    >>> identity().constants(10)
+    Constants(eta=0.0, omega=0.0, omega_ran=0.0)
+    """
+    return on_vectors(
+        "identity",
+        compress=lambda key, x, id, n: x,
+        bits=lambda key, d, dtype, id, n: d * value_bits(dtype),
+        pack=lambda key, x, id, n: wire.encode_values(np.asarray(x)),
+        unpack=lambda key, data, d, dtype, id, n: wire.decode_values(data, d, dtype),
+        constants=lambda d, n: Constants(0.0, 0.0, 0.0),
+        kept=lambda d, n: d,
+        outcomes=laws.certain(lambda x: x),
+    )
+
+
+def _masked(x, mask, factor=1.0):
+    return jnp.where(mask, x if factor == 1.0 else x * jnp.asarray(factor, x.dtype), jnp.zeros((), x.dtype))
+
+
+def _at_unknown_positions(
+    name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable
+) -> Compressor:
+    """k values whose positions depend on the data and must be sent."""
+
+    def pack(key, value, id, n):
+        where = wire.support(value, k)
+        return wire.encode_values(value[where]) + wire.encode_indices(where, len(value))
+
+    def unpack(key, data, d, dtype, id, n):
+        cut = k * np.dtype(dtype).itemsize
+        value = np.zeros(d, dtype)
+        value[wire.decode_indices(data[cut:], d, k)] = wire.decode_values(data[:cut], k, dtype)
+        return value
+
+    return on_vectors(
+        name,
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: wire.sparse_bits(d, k, value_bits(dtype)),
+        pack=from_value(compress, pack),
+        unpack=unpack,
+        constants=constants,
+        kept=lambda d, n: k,
+        outcomes=outcomes,
+    )
+
+
+def top_k(k: int) -> Compressor:
+    """The k largest magnitudes, unchanged; the first positions among equals.
+
+    Thesis: L677; in C(sqrt(1 - k/d), 0), tight at flat x.
+
+    >>> top_k(1).compress(jax.random.key(0), jnp.array([1.0, -3.0])).value.tolist()
+    [0.0, -3.0]
+    """
+    check_count("top_k", "k", k)
+
+    def compress(key, x, id, n):
+        check_k("top_k", k, x.size)
+        return _masked(x, select.top_k_mask(x, k))
+
+    def constants(d, n):
+        check_k("top_k", k, d)
+        return Constants(math.sqrt(1 - k / d), 0.0, 0.0)
+
+    law = laws.certain(lambda x: np.where(laws.top(x, k), x, 0))
+    return _at_unknown_positions(f"top-{k}", k, compress, constants, law)
+
+
+def rand_k(k: int) -> Compressor:
+    """k coordinates drawn uniformly, times d/k; independent over clients, positions from the shared key.
+
+    Thesis: L668; in U(d/k - 1), with equality for every x.
+
+    >>> rand_k(2).constants(10, n=4)
+    Constants(eta=0.0, omega=4.0, omega_ran=1.0)
+    """
+    check_count("rand_k", "k", k)
+
+    def mask(key, d, id):
+        check_k("rand_k", k, d)
+        return select.random_mask(jax.random.fold_in(key, id), d, k)
+
+    def compress(key, x, id, n):
+        return _masked(x, mask(key, x.size, id), x.size / k)
+
+    def pack(key, value, id, n):
+        return wire.encode_values(value[np.asarray(mask(key, len(value), id))])
+
+    def unpack(key, data, d, dtype, id, n):
+        value = np.zeros(d, dtype)
+        value[np.asarray(mask(key, d, id))] = wire.decode_values(data, k, dtype)
+        return value
+
+    def constants(d, n):
+        check_k("rand_k", k, d)
+        return independent(n, 0.0, d / k - 1)
+
+    return on_vectors(
+        f"rand-{k}",
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: k * value_bits(dtype),
+        pack=from_value(compress, pack),
+        unpack=unpack,
+        constants=constants,
+        kept=lambda d, n: k,
+        outcomes=laws.independent(lambda x: laws.subsets(x, np.full(len(x), True), k, len(x) / k)),
+    )
+
+
+def comp(k: int, k_top: int) -> Compressor:
+    """comp-(k, k'): top-k' first, then rand-k of those, times k'/k.  The positions depend on the data and are sent.
+
+    Thesis: Prop. comp (L2898); in C(sqrt((d - k')/d), (k' - k)/k).  comp-(k, k) is top-k, comp-(k, d) is rand-k.
+    Differs: E9 (the factor k'/k), E10 (1 - eta^2 - omega is only a bound), E13 (positions are not free).
+
+    >>> comp(1, 56).constants(112, n=1000).omega_ran
+    0.055
+    """
+    check_count("comp", "k", k)
+    check_count("comp", "k'", k_top)
+    if k_top < k:
+        raise ValueError(f"comp: k' must be at least k = {k}, got {k_top}")
+
+    def compress(key, x, id, n):
+        check_k("comp", k_top, x.size)
+        return _masked(x, select.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
+
+    def constants(d, n):
+        check_k("comp", k_top, d)
+        return independent(n, math.sqrt((d - k_top) / d), (k_top - k) / k)
+
+    law = laws.independent(lambda x: laws.subsets(x, laws.top(x, k_top), k, k_top / k))
+    return _at_unknown_positions(f"comp-({k},{k_top})", k, compress, constants, law)
+
+
+def mix(k: int, k_rand: int) -> Compressor:
+    """mix-(k, k'): top-k and k' of the others drawn uniformly, all unchanged.  Only the k largest need positions.
+
+    Thesis: Prop. mix (L2880); in C((d-k-k')/sqrt((d-k)d), k'(d-k-k')/((d-k)d)), k + k' <= d.
+    Differs: E9 (k + k' = d is the identity).
+
+    >>> mix(1, 1).constants(10)
+    Constants(eta=0.8432740427115678, omega=0.08888888888888889, omega_ran=0.08888888888888889)
+    """
+    check_count("mix", "k", k)
+    check_count("mix", "k'", k_rand)
+
+    def check(d):
+        if k + k_rand > d:
+            raise ValueError(f"mix: k + k' must be at most the dimension d = {d}, got {k} + {k_rand}")
+
+    def random_part(key, top, id):
+        return select.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
+
+    def compress(key, x, id, n):
+        check(x.size)
+        top = select.top_k_mask(x, k)
+        return _masked(x, top | random_part(key, top, id))
+
+    def constants(d, n):
+        check(d)
+        if k + k_rand == d:
+            return Constants(0.0, 0.0, 0.0)
+        rest = d - k - k_rand
+        return independent(n, rest / math.sqrt((d - k) * d), k_rand * rest / ((d - k) * d))
+
+    def pack(key, value, id, n):
+        # The k largest of the message are the k largest of the vector.
+        top = np.asarray(select.top_k_mask(jnp.asarray(value), k))
+        others = np.asarray(random_part(key, jnp.asarray(top), id))
+        return (
+            wire.encode_values(value[top])
+            + wire.encode_values(value[others])
+            + wire.encode_indices(np.flatnonzero(top), len(value))
+        )
+
+    def unpack(key, data, d, dtype, id, n):
+        size = np.dtype(dtype).itemsize
+        values = wire.decode_values(data[: (k + k_rand) * size], k + k_rand, dtype)
+        top = np.zeros(d, bool)
+        top[wire.decode_indices(data[(k + k_rand) * size :], d, k)] = True
+        value = np.zeros(d, dtype)
+        value[top] = values[:k]
+        value[np.asarray(random_part(key, jnp.asarray(top), id))] = values[k:]
+        return value
+
+    def law(x):
+        top = laws.top(x, k)
+        probability, value = laws.subsets(x, ~top, k_rand)
+        return probability, np.where(top, x, value)
+
+    return on_vectors(
+        f"mix-({k},{k_rand})",
+        compress=compress,
+        bits=lambda key, d, dtype, id, n: k_rand * value_bits(dtype) + wire.sparse_bits(d, k, value_bits(dtype)),
+        pack=from_value(compress, pack),
+        unpack=unpack,
+        constants=constants,
+        kept=lambda d, n: k + k_rand,
+        outcomes=laws.independent(law),
+    )

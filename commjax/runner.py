@@ -1,0 +1,173 @@
+"""Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree, Shaped
+
+from commjax import checkpoint as checkpoints
+from commjax.base import Algorithm, Key, Metrics, State
+from commjax.progress import progress_bar
+from commjax.records import Record, environment
+
+BatchFn = Callable[[Key, Shaped[Array, "n"], PyTree], PyTree]
+
+
+class DivergedError(FloatingPointError):
+    """A run whose loss or parameters are no longer finite."""
+
+
+def full_batch(key: Key, ids: Shaped[Array, "n"], data: PyTree) -> PyTree:
+    """All the data in every round: exact gradients."""
+    return data
+
+
+def minibatches(size: int) -> BatchFn:
+    """`size` rows of each client, drawn uniformly with replacement, the same on any number of devices.
+
+    Data with a `weights` leaf (see `data.partition.stack`) is reweighted, so that the gradient stays unbiased under padding.
+    """
+    if size < 1:
+        raise ValueError(f"minibatches: size must be at least 1, got {size}")
+
+    def batch(key, ids, data):
+        rows = jax.tree.leaves(data)[0].shape[1]
+
+        def one(id, data):
+            picked = jax.random.randint(jax.random.fold_in(key, id), (size,), 0, rows)
+            taken = jax.tree.map(lambda leaf: leaf[picked], data)
+            return taken._replace(weights=taken.weights * (rows / size)) if hasattr(taken, "weights") else taken
+
+        return jax.vmap(one)(ids, data)
+
+    return batch
+
+
+@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn", "axis_name"))
+def run(
+    key: Key,
+    algorithm: Algorithm,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    num_rounds: int,
+    batch_fn: BatchFn = full_batch,
+    axis_name: str | None = None,
+) -> tuple[State, Metrics]:
+    """`num_rounds` rounds as one compiled program; metrics have one row per round.
+
+    `data` has a leading client axis.  The key is that of the run: what happens in round t depends on (key, t) only, so
+    run(a + b) = run(b) after run(a).
+    """
+    key_step, key_batch = jax.random.split(key)
+
+    def one_round(state, _):
+        batch = batch_fn(jax.random.fold_in(key_batch, state.server.round), state.clients.id, data)
+        return algorithm.step(key_step, hparams, state, batch, axis_name=axis_name)
+
+    return jax.lax.scan(one_round, state, None, length=num_rounds)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn"))
+def sweep(
+    keys: Key,
+    algorithm: Algorithm,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    num_rounds: int,
+    batch_fn: BatchFn = full_batch,
+) -> tuple[State, Metrics]:
+    """Every hparams (leading axis h of its leaves) with every key (leading axis s): results have axes [h, s, ...].
+
+    One program: the data is read once for all of them.
+    """
+    one = partial(run, algorithm=algorithm, state=state, data=data, num_rounds=num_rounds, batch_fn=batch_fn)
+    seeds = jax.vmap(lambda key, hparams: one(key, hparams=hparams), in_axes=(0, None))
+    return jax.vmap(lambda hparams: seeds(keys, hparams))(hparams)
+
+
+def stack(trees: list[Any]) -> Any:
+    """A list of equal pytrees as one with a leading axis, for `sweep`.
+
+    >>> stack([(1.0, 2.0), (3.0, 4.0)])[0].tolist()
+    [1.0, 3.0]
+    """
+    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *trees)
+
+
+def _first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -> int | None:
+    bad = np.flatnonzero(~np.isfinite(metrics["loss"]))
+    if len(bad):
+        return start + int(bad[0])
+    finite = all(np.all(np.isfinite(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(state.server.params))
+    return None if finite else start + len(metrics["loss"])
+
+
+def loop(
+    key: Key,
+    algorithm: Algorithm,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    num_rounds: int,
+    *,
+    batch_fn: BatchFn = full_batch,
+    chunk: int = 100,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    checkpoint: str | Path | None = None,
+    config: dict[str, Any] | None = None,
+    bits_init: float = 0.0,
+    label: str = "rounds",
+    progress: bool = True,
+) -> tuple[State, Record]:
+    """The same run in chunks; between them it evaluates `evaluate(params)`, shows progress and writes the checkpoint.
+
+    If the checkpoint exists, the run goes on from it, bit for bit as if it had never stopped; a checkpoint of another
+    algorithm, key or hparams is refused.  A run that diverges raises `DivergedError` and leaves the last good one in place.
+    """
+    if chunk < 1 or num_rounds < 0:
+        raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
+    identity = checkpoints.fingerprint(key, hparams)
+    history: dict[str, np.ndarray] = {}
+    if checkpoint is not None and Path(checkpoint).exists():
+        state, history = checkpoints.load(checkpoint, state, identity)
+    done = int(state.server.round)
+
+    def extend(name: str, values) -> None:
+        values = np.atleast_1d(np.asarray(values, np.float64))
+        history[name] = np.concatenate([history[name], values]) if name in history else values
+
+    def evaluated() -> None:
+        for name, value in (evaluate(state.server.params) if evaluate else {}).items():
+            extend(f"eval/{name}", value)
+        if evaluate:
+            extend("eval/round", done)
+
+    if not history:
+        evaluated()
+    with progress_bar(label, num_rounds, done, enabled=progress) as advance:
+        while done < num_rounds:
+            length = min(chunk, num_rounds - done)
+            state, metrics = run(key, algorithm, hparams, state, data, length, batch_fn)
+            rows = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
+            bad = _first_bad_round(rows, state, done)
+            if bad is not None:
+                kept = f"the checkpoint {checkpoint} is that of round {done}" if checkpoint else "no checkpoint was asked for"
+                raise DivergedError(f"the loss is not finite in round {bad} with {hparams}; {kept}")
+            for name, values in rows.items():
+                extend(name, values)
+            done += length
+            evaluated()
+            if checkpoint is not None:
+                checkpoints.save(checkpoint, state, history, identity)
+            advance(done, {"loss": rows["loss"][-1]})
+    per_round = {name: values for name, values in history.items() if not name.startswith("eval/")}
+    evaluations = {name.removeprefix("eval/"): values for name, values in history.items() if name.startswith("eval/")}
+    settings = {"num_rounds": num_rounds, "hparams": hparams, **(config or {})}
+    return state, Record(settings, environment(), per_round, evaluations, bits_init)

@@ -1,0 +1,73 @@
+"""Arithmetic on pytrees that keeps every leaf's dtype.
+
+`optax.tree.add_scale` turns a bfloat16 tree into float32 when the scalar is a float32 array; these do not.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Shaped
+
+Scalar = float | int | Shaped[Array, ""]
+
+
+def _like(scalar: Scalar, leaf: Array) -> Array:
+    return jnp.asarray(scalar).astype(leaf.dtype)
+
+
+def add(a: PyTree, b: PyTree) -> PyTree:
+    """a + b"""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def sub(a: PyTree, b: PyTree) -> PyTree:
+    """a - b"""
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def scale(scalar: Scalar, a: PyTree) -> PyTree:
+    """scalar * a, in the dtypes of a
+
+    >>> scale(0.5, {"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
+    dtype(bfloat16)
+    """
+    return jax.tree.map(lambda leaf: _like(scalar, leaf) * leaf, a)
+
+
+def add_scaled(a: PyTree, scalar: Scalar, b: PyTree) -> PyTree:
+    """a + scalar * b, in the dtypes of a"""
+    return jax.tree.map(lambda x, y: x + _like(scalar, x) * y.astype(x.dtype), a, b)
+
+
+def zeros_like(a: PyTree) -> PyTree:
+    """0 of the same shapes and dtypes"""
+    return jax.tree.map(jnp.zeros_like, a)
+
+
+def vdot(a: PyTree, b: PyTree) -> Array:
+    """<a, b> over all leaves
+
+    >>> float(vdot({"u": jnp.ones(3)}, {"u": jnp.full(3, 2.0)}))
+    6.0
+    """
+    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)), start=jnp.zeros(()))
+
+
+def sq_norm(a: PyTree) -> Array:
+    """|a|^2 over all leaves"""
+    return vdot(a, a)
+
+
+def size(a: PyTree) -> int:
+    """d: the number of coordinates
+
+    >>> size({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
+    9
+    """
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(a))
+
+
+def repeat(a: PyTree, n: int) -> PyTree:
+    """n equal rows: the same tree with a leading client axis"""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(jnp.asarray(leaf), (n, *jnp.shape(leaf))), a)
