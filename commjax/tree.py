@@ -71,3 +71,10 @@ def size(a: PyTree) -> int:
 def repeat(a: PyTree, n: int) -> PyTree:
     """n equal rows: the same tree with a leading client axis"""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(jnp.asarray(leaf), (n, *jnp.shape(leaf))), a)
+
+
+def varying_like(a: PyTree, *like: Array) -> PyTree:
+    """a, marked as varying over the device axes of `like`: what the carry of a loop under `shard_map` has to be."""
+    # By arithmetic that compiles to nothing: the type's own attribute has changed its name between JAX versions.
+    never = sum((one.reshape(-1)[0] != one.reshape(-1)[0]).astype(jnp.int32) for one in like) > 1000
+    return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), a)

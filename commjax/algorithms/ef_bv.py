@@ -1,7 +1,7 @@
 """EF-BV: error feedback for biased and variance reduction for unbiased compressors, in one method."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, Shaped
@@ -32,6 +32,7 @@ class Client(NamedTuple):
     shift: PyTree  # h_i
 
 
+@runtime_checkable
 class Smoothness(Protocol):
     """What `commjax.problems` reports of a problem."""
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from commjax.base import Key
+from commjax.tree import varying_like
 
 _INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
@@ -41,7 +42,7 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
         higher = threshold | (jnp.ones((), keys.dtype) << (width - 1 - step).astype(keys.dtype))
         return jnp.where(_count(keys >= higher) >= k, higher, threshold)
 
-    threshold = jax.lax.fori_loop(0, width, grow, jnp.zeros((), keys.dtype))
+    threshold = jax.lax.fori_loop(0, width, grow, varying_like(jnp.zeros((), keys.dtype), keys))
     above, equal = keys > threshold, keys == threshold
     wanted = k - _count(above)
 
@@ -57,9 +58,8 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
         return step - 1, jnp.where(enough, end, middle)
 
     bits = max(1, (d - 1).bit_length())
-    _, end = jax.lax.while_loop(
-        lambda carry: tie & (carry[0] >= 0), narrow, (jnp.int32(bits - 1), jnp.zeros((), jnp.int32))
-    )
+    start = varying_like((jnp.int32(bits - 1), jnp.zeros((), jnp.int32)), keys)
+    _, end = jax.lax.while_loop(lambda carry: tie & (carry[0] >= 0), narrow, start)
     return above | (equal & (~tie | (position <= end)))
 
 
@@ -141,32 +141,34 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     candidates of a uniform stream are what is wanted, and neither a sort nor a threshold is needed."""
     n, d = keys.shape
     draws = 4 * -(-(int(k * d / k_top) + 14) // 4)  # one of 1000 clients seldom needs a second turn
-    order = jnp.arange(draws, dtype=jnp.int32)[:, None]
+    order = jnp.arange(draws, dtype=jnp.int32)
     columns = keys.T
 
     def larger(candidate, own):
         def add(j, total):
             tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
-            return total + (columns[j] + tie > own).astype(jnp.int32)
+            return total + (columns[j][None] + tie > own).astype(jnp.int32)
 
-        return jax.lax.fori_loop(0, d, add, jnp.zeros((draws, n), jnp.int32), unroll=16)
+        start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
+        return jax.lax.fori_loop(0, d, add, start, unroll=16)
 
     def turn(carry):
         number, chosen, found = carry
         candidate = jax.vmap(lambda one: _candidates(one, number, draws, d), out_axes=1)(key)
         accept = larger(candidate, jnp.take_along_axis(columns, candidate, axis=0)) < k_top
         if k > 1:  # distinct: not an earlier accepted candidate, nor chosen in an earlier turn
-            same = (candidate[:, None] == candidate[None]) & accept[None] & (order[None] < order[:, None])[..., 0, None]
+            earlier = (order[None, :] < order[:, None])[..., None]
+            same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
             accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
-        place = found + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept
+        place = found[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
         slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
         found = jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
         return number + 1, jnp.maximum(chosen, jnp.stack(slots)), found
 
     start = (jnp.int32(0), jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32))
-    _, chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, start)
+    _, chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, varying_like(start, jax.random.key_data(key), keys))
     position = jnp.arange(d, dtype=jnp.int32)
-    return jnp.any(jnp.stack([position == row[:, None] for row in chosen]), axis=0)
+    return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
 
 
 def _candidates(key: Key, turn: Int[Array, ""], draws: int, d: int) -> Int[Array, "t"]:
