@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """`metrics` has one float64 entry per round (loss, bits_up, bits_down, ...), `evaluations` one per evaluation."""
+    """`metrics` has one float64 entry per round on its last axis (loss, bits_up, ...), `evaluations` one per evaluation."""
 
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -65,12 +65,12 @@ class Record:
         per_round = np.asarray(self.metrics["bits_up"], np.float64)
         if convention is not None:
             per_round = np.full_like(per_round, legacy_bits(convention, self.config["d"], self.config["kept"]))
-        return (0.0 if convention else self.bits_init) + np.cumsum(per_round) - per_round
+        return (0.0 if convention else self.bits_init) + np.cumsum(per_round, axis=-1) - per_round
 
     def bits_down(self) -> np.ndarray:
         """Bits sent to one client before each round's loss was measured."""
         per_round = np.asarray(self.metrics["bits_down"], np.float64)
-        return np.cumsum(per_round) - per_round
+        return np.cumsum(per_round, axis=-1) - per_round
 
     def first_below(self, target: float, floor: float = 0.0) -> int | None:
         """The first round whose loss - floor is at most target."""

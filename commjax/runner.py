@@ -1,5 +1,6 @@
 """Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
 
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
 from commjax import checkpoint as checkpoints
+from commjax import tree
 from commjax.base import Algorithm, Key, Metrics, State
 from commjax.progress import progress_bar
 from commjax.records import Record, environment
@@ -74,6 +76,14 @@ def run(
 
 
 @partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn"))
+def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn):
+    def one(key, hparams, state):
+        return run(key, algorithm, hparams, state, data, num_rounds, batch_fn)
+
+    seeds = jax.vmap(one, in_axes=(0, None, 0))
+    return jax.vmap(seeds, in_axes=(None, 0, 0))(keys, hparams, states)
+
+
 def sweep(
     keys: Key,
     algorithm: Algorithm,
@@ -87,9 +97,26 @@ def sweep(
 
     One program: the data is read once for all of them.
     """
-    one = partial(run, algorithm=algorithm, state=state, data=data, num_rounds=num_rounds, batch_fn=batch_fn)
-    seeds = jax.vmap(lambda key, hparams: one(key, hparams=hparams), in_axes=(0, None))
-    return jax.vmap(lambda hparams: seeds(keys, hparams))(hparams)
+    return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn)
+
+
+def _spread(state: State, hparams: Any, keys: Key) -> State:
+    return tree.repeat(tree.repeat(state, len(keys)), len(jax.tree.leaves(hparams)[0]))
+
+
+def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
+    """The same algorithm with more metrics: each `measure(state, batch)` is taken at the state with which a round begins.
+
+    What the step computes as well (a gradient, say) the compiler computes once.
+    """
+    fields = namedtuple("Metrics", (*Metrics._fields, *measures))  # noqa: PYI024  fields are known only here
+
+    def step(key, hparams, state, batch, *, axis_name=None):
+        seen = {name: measure(state, batch) for name, measure in measures.items()}
+        state, metrics = algorithm.step(key, hparams, state, batch, axis_name=axis_name)
+        return state, fields(*metrics, *seen.values())
+
+    return algorithm._replace(step=step)
 
 
 def stack(trees: list[Any]) -> Any:
@@ -130,18 +157,24 @@ def loop(
 
     If the checkpoint exists, the run goes on from it, bit for bit as if it had never stopped; a checkpoint of another
     algorithm, key or hparams is refused.  A run that diverges raises `DivergedError` and leaves the last good one in place.
+
+    With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
+    sees all params at once, and a setting that diverges does not stop the others.
     """
     if chunk < 1 or num_rounds < 0:
         raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
+    swept = key.ndim == 1
+    advance_by = _sweep_from if swept else run
+    state = _spread(state, hparams, key) if swept else state
     identity = checkpoints.fingerprint(key, hparams)
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None and Path(checkpoint).exists():
         state, history = checkpoints.load(checkpoint, state, identity)
-    done = int(state.server.round)
+    done = int(jnp.max(state.server.round))
 
     def extend(name: str, values) -> None:
         values = np.atleast_1d(np.asarray(values, np.float64))
-        history[name] = np.concatenate([history[name], values]) if name in history else values
+        history[name] = np.concatenate([history[name], values], axis=-1) if name in history else values
 
     def evaluated() -> None:
         for name, value in (evaluate(state.server.params) if evaluate else {}).items():
@@ -154,9 +187,9 @@ def loop(
     with progress_bar(label, num_rounds, done, enabled=progress) as advance:
         while done < num_rounds:
             length = min(chunk, num_rounds - done)
-            state, metrics = run(key, algorithm, hparams, state, data, length, batch_fn)
+            state, metrics = advance_by(key, algorithm, hparams, state, data, length, batch_fn)
             rows = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
-            bad = _first_bad_round(rows, state, done)
+            bad = None if swept else _first_bad_round(rows, state, done)
             if bad is not None:
                 kept = f"the checkpoint {checkpoint} is that of round {done}" if checkpoint else "no checkpoint was asked for"
                 raise DivergedError(f"the loss is not finite in round {bad} with {hparams}; {kept}")
@@ -166,7 +199,7 @@ def loop(
             evaluated()
             if checkpoint is not None:
                 checkpoints.save(checkpoint, state, history, identity)
-            advance(done, {"loss": rows["loss"][-1]})
+            advance(done, {"loss": float(rows["loss"][..., -1].mean())})
     per_round = {name: values for name, values in history.items() if not name.startswith("eval/")}
     evaluations = {name.removeprefix("eval/"): values for name, values in history.items() if name.startswith("eval/")}
     settings = {"num_rounds": num_rounds, "hparams": hparams, **(config or {})}

@@ -124,7 +124,8 @@ def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly 
         return theoretical(constants, smoothness, regime, nu=1.0)
     if constants.eta != 0:
         raise ValueError(f"diana: the strongly convex regime needs an unbiased compressor, got eta = {constants.eta}")
-    return HParams(theory.diana_stepsize(smoothness.L_max, constants.omega_ran), 1 / (1 + constants.omega), 1.0)
+    lam = theory.best_scaling(0.0, constants.omega)
+    return HParams(theory.diana_stepsize(smoothness.L_max, constants.omega_ran), lam, 1.0)
 
 
 def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:

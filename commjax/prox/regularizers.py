@@ -1,5 +1,6 @@
 """Convex R with a closed prox:  prox_{gamma R}(x) = argmin_y  R(y) + |y - x|^2 / (2 gamma),  leaf by leaf on pytrees."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ def _separable(value: Callable, prox: Callable) -> Regularizer:
     """R(x) = sum_j value(x_j); gamma reaches prox in the leaf's dtype."""
 
     def total(params: PyTree) -> Array:
-        return sum((jnp.sum(value(leaf)) for leaf in jax.tree.leaves(params)), start=jnp.zeros(()))
+        start = jnp.zeros(())  # the sum is in the widest dtype; value is in the leaf's, as prox is, so that they agree on the domain
+        return sum((jnp.sum(value(leaf), dtype=start.dtype) for leaf in jax.tree.leaves(params)), start=start)
 
     def each(gamma, params):
         return jax.tree.map(lambda leaf: prox(jnp.asarray(gamma).astype(leaf.dtype), leaf), params)
@@ -30,8 +32,8 @@ def _separable(value: Callable, prox: Callable) -> Regularizer:
 
 
 def _weight(name: str, argument: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}: {argument} must be at least 0, got {value}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: {argument} must be finite and at least 0, got {value}")
 
 
 def zero() -> Regularizer:
@@ -45,11 +47,13 @@ def l1(weight: float) -> Regularizer:
     >>> l1(1.0).prox(0.5, jnp.array([2.0, -0.2])).tolist()
     [1.5, 0.0]
     """
+    _weight("l1", "weight", weight)
     return elastic_net(weight, 0.0)
 
 
 def l2_squared(weight: float) -> Regularizer:
     """R = (weight/2) |x|^2: shrinkage by 1 / (1 + gamma weight)."""
+    _weight("l2_squared", "weight", weight)
     return elastic_net(0.0, weight)
 
 
@@ -85,4 +89,4 @@ def box(low: float, high: float) -> Regularizer:
 
 def nonnegative() -> Regularizer:
     """R = 0 on x >= 0 and infinite outside: projection."""
-    return box(0.0, float("inf"))
+    return box(0.0, math.inf)

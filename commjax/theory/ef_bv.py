@@ -16,6 +16,11 @@ def _check(eta: float, omega: float) -> None:
         raise ValueError(f"omega must be finite and at least 0, got {omega}")
 
 
+def _check_regime(regime: str) -> None:
+    if regime not in _REGIMES:
+        raise ValueError(f"regime must be one of {_REGIMES}, got {regime!r}")
+
+
 def best_scaling(eta: float, omega: float) -> float:
     """lambda* = min((1-eta) / ((1-eta)^2 + omega), 1), which maximises alpha = 1 - r.  With omega_ran it gives nu*.
 
@@ -27,7 +32,7 @@ def best_scaling(eta: float, omega: float) -> float:
 
 def contraction(eta: float, omega: float, lam: float) -> float:
     """r = (1 - lambda + lambda eta)^2 + lambda^2 omega; with (omega_ran, nu) it gives r_av."""
-    return (1 - lam * (1 - eta)) ** 2 + lam**2 * omega
+    return (1 - lam + lam * eta) ** 2 + lam**2 * omega
 
 
 def one_minus_r(eta: float, omega: float, lam: float) -> float:
@@ -48,12 +53,16 @@ def _alpha(eta: float, omega: float, lam: float) -> float:
 
 
 def s_star(r: float, alpha: float) -> float:
-    """s* = sqrt((1+r)/(2r)) - 1 from r and alpha = 1 - r (L1013)."""
+    """s* = sqrt((1+r)/(2r)) - 1 from r and alpha = 1 - r (L1013), infinite at r = 0."""
+    if r == 0:
+        return math.inf
     return alpha / (2 * r) / (math.sqrt((1 + r) / (2 * r)) + 1)
 
 
 def s_nonconvex(r: float, alpha: float) -> float:
-    """s = 1/sqrt(r) - 1 (L1127)."""
+    """s = 1/sqrt(r) - 1 (L1127), infinite at r = 0."""
+    if r == 0:
+        return math.inf
     return alpha / (r + math.sqrt(r))
 
 
@@ -64,6 +73,7 @@ def _half_gap(r: float, alpha: float) -> float:
 
 def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
     """sqrt(r_av / r) / s: what multiplies L-tilde in the stepsize."""
+    _check_regime(regime)
     if regime == "nonconvex":
         return math.sqrt(r_av) * (1 + math.sqrt(r)) / alpha
     return math.sqrt(r_av) / _half_gap(r, alpha)
@@ -71,6 +81,7 @@ def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> flo
 
 def inverse_theta(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
     """1 / theta, theta = s (1+s) r / r_av: zero when r_av is (theta is then infinite)."""
+    _check_regime(regime)
     if regime == "nonconvex":
         return r_av * (1 + math.sqrt(r)) / alpha
     return r_av / (_half_gap(r, alpha) * math.sqrt((1 + r) / 2))
@@ -83,10 +94,11 @@ def stepsize(
 
     Thesis: Thm 2.1 (PL, L1018), Thm 2.2 (KL, L1035), Thm 2.3 (nonconvex, L1130).
     Holds if: f is L-smooth, f_i is L_i-smooth, L_tilde^2 = mean L_i^2 (errata E1), r < 1.
-    Differs: E11, for KL the proof needs mu <= 6L when the strong convexity is that of R; no counterexample is known.
+    Differs: E11, for KL the printed proof needs mu <= 6L.  It extends to mu <= 6L + M where R is M-strongly convex, and, with
+    another constant in Peter-Paul, to every mu at the rate max(1/(1 + gamma mu/2), 1 - b/(1 + s* b)), b = (1-r)/2: in effect the
+    same one, since s* b is small.  No counterexample to the printed rate is known.
     """
-    if regime not in _REGIMES:
-        raise ValueError(f"regime must be one of {_REGIMES}, got {regime!r}")
+    _check_regime(regime)
     alpha = _alpha(eta, omega, lam)
     r = contraction(eta, omega, lam)
     return 1 / ((2 * L if regime == "kl" else L) + L_tilde * error_factor(r, alpha, r_av, regime))

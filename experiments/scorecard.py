@@ -1,0 +1,122 @@
+"""The scorecard: every claim, the thesis's figure, what was measured just now, and the verdict.
+
+    python -m experiments.scorecard                 about 1 minute on 2 cores, no network, no files
+
+Expected: 12 claims of EF-BV and 3 of the core, none "differs"; results/scorecard/index.html (self-contained) and scorecard.json.
+Exit status 1 when a claim differs.  A method adds its claims as one file in experiments/claims/.
+"""
+
+import base64
+import html
+import importlib
+import json
+import pkgutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import tyro
+
+import experiments.claims
+from commjax.checkpoint import write_atomically
+from commjax.progress import progress_bar
+from commjax.records import environment
+from experiments.claims import Claim
+
+COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: Path = Path("results/scorecard")  # index.html and scorecard.json
+    only: str = ""  # a part of a module's name, such as ef_bv; empty for all
+    progress: bool = True  # show a bar
+
+
+def claim_functions(only: str = "") -> list:
+    """CLAIMS of every module in experiments/claims/."""
+    names = sorted(module.name for module in pkgutil.iter_modules(experiments.claims.__path__) if only in module.name)
+    if not names:
+        raise ValueError(f"only: no module of experiments/claims/ has {only!r} in its name")
+    return [function for name in names for function in importlib.import_module(f"experiments.claims.{name}").CLAIMS]
+
+
+def measure(settings: Settings) -> list[Claim]:
+    functions = claim_functions(settings.only)
+    claims = []
+    with progress_bar("claims", len(functions), enabled=settings.progress) as advance:
+        for number, function in enumerate(functions, 1):
+            claims.append(function())
+            advance(number, {})
+            if settings.progress:
+                print(f"  {claims[-1].verdict:10} {claims[-1].claim}", file=sys.stderr, flush=True)
+    return claims
+
+
+def page(claims: list[Claim], seconds: float) -> str:
+    """One HTML file with its pictures inside."""
+
+    def row(claim: Claim) -> str:
+        verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
+        picture = ""
+        if claim.figure:
+            data = base64.b64encode(claim.figure).decode()
+            picture = f'<br><img alt="{html.escape(claim.claim)}" src="data:image/png;base64,{data}">'
+        cells = (claim.method, claim.claim, claim.source, claim.thesis, claim.measured)
+        return (
+            "<tr>"
+            + "".join(f"<td>{html.escape(cell)}{picture if i == 1 else ''}</td>" for i, cell in enumerate(cells))
+            + f'<td style="color:{COLOR[claim.verdict]};font-weight:600">{html.escape(verdict)}</td></tr>'
+        )
+
+    about = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in COLOR)
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>commjax scorecard</title>
+<meta name="viewport" content="width=device-width"><style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1f2328 }}
+table {{ border-collapse: collapse }} td, th {{ border: 1px solid #d0d7de; padding: .45rem .6rem; text-align: left; vertical-align: top }}
+th {{ background: #f6f8fa }} img {{ max-width: 24rem; width: 100%; margin-top: .5rem }} </style></head><body>
+<h1>commjax scorecard</h1>
+<p>{len(claims)} claims, measured in {seconds:.0f} s: {counts}. Errata numbers refer to docs/errata.md.</p>
+<table><tr><th>method</th><th>claim</th><th>source</th><th>thesis</th><th>measured now</th><th>verdict</th></tr>
+{"".join(row(claim) for claim in claims)}
+</table><p>{html.escape(versions)}; {html.escape(about["device"])}.</p></body></html>
+"""
+
+
+def text(claims: list[Claim]) -> str:
+    """For the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="commjax scorecard", show_lines=True)
+    for column in ("method", "claim", "source", "thesis", "measured now", "verdict"):
+        table.add_column(column, overflow="fold")
+    for claim in claims:
+        verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
+        table.add_row(claim.method, claim.claim, claim.source, claim.thesis, claim.measured, verdict)
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def main(settings: Settings) -> list[Claim]:
+    began = time.monotonic()
+    claims = measure(settings)
+    seconds = time.monotonic() - began
+    rows = [{key: value for key, value in asdict(claim).items() if key != "figure"} for claim in claims]
+    write_atomically(settings.out / "scorecard.json", json.dumps({"claims": rows, **environment()}, indent=1).encode())
+    write_atomically(settings.out / "index.html", page(claims, seconds).encode())
+    print(text(claims))
+    print(f"{len(claims)} claims in {seconds:.0f} s; see {settings.out / 'index.html'}")
+    return claims
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    found = main(tyro.cli(Settings))
+    sys.exit(any(claim.verdict == "differs" for claim in found))

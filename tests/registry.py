@@ -1,0 +1,153 @@
+"""Every algorithm once, with tiny inputs: what `tests/conformance` runs its properties over.
+
+A new method adds one entry to `BUILDERS`: a function of the dtype that returns its `Case`.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from commjax import compressors, prox
+from commjax.algorithms import ef_bv
+from commjax.base import Algorithm, Compressor, State
+from commjax.problems import quadratic
+
+N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
+
+
+class Case(NamedTuple):
+    """`ids`, and every leaf of `data` and `per_client`, has one row per client."""
+
+    name: str
+    algorithm: Algorithm
+    hparams: Any
+    params: Any
+    data: Any
+    ids: jax.Array
+    per_client: dict[str, Any]
+
+    def init(self) -> State:
+        return self.algorithm.init(self.params, self.ids, **self.per_client)
+
+
+class Block(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.tanh(nn.Dense(self.width)(x))
+
+
+class Network(nn.Module):
+    """Params nested three deep, as real models have them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(Block(3)(x))
+
+
+COMPRESSORS: dict[str, Compressor] = {
+    "comp": compressors.comp(2, 5),
+    "top-k": compressors.top_k(3),
+    "m-nice": compressors.m_nice(3),
+    "perm-k": compressors.perm_k(),
+    "dithering": compressors.dithering(4),
+    "rand-k": compressors.rand_k(2),
+    "leafwise": compressors.leafwise(lambda d: compressors.top_k(max(1, d // 3))),
+    "identity": compressors.identity(),
+}
+VALUE_AND_GRAD = jax.value_and_grad(quadratic.loss)
+PROBLEM = quadratic.random(0, N, D, mu=0.5, L=2.0)
+IDS = np.arange(N)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
+
+
+def start(dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).standard_normal(D), dtype)
+
+
+def on_quadratics(
+    name: str,
+    compressor: str,
+    tuned: Callable | None,
+    dtype: Any,
+    *,
+    shifted: bool = False,
+    weight: float | None = None,
+) -> Case:
+    """An EF-BV with its theoretical stepsize; `shifted`: h_i^0 is the client's first gradient."""
+    constants = COMPRESSORS[compressor].constants(D, N)
+    hparams = (tuned or ef_bv.theoretical)(constants, quadratic.constants(PROBLEM))
+    algorithm = ef_bv.ef_bv(
+        VALUE_AND_GRAD, COMPRESSORS[compressor], None if weight is None else prox.l1(weight)
+    )
+    data, params = cast(PROBLEM, dtype), start(dtype)
+    per_client = {"shift": jax.vmap(VALUE_AND_GRAD, (None, 0))(params, data)[1]} if shifted else {}
+    return Case(name, algorithm, hparams, params, data, jnp.asarray(IDS), per_client)
+
+
+def on_gradient_descent(name: str, dtype: Any) -> Case:
+    hparams = ef_bv.gradient_descent(quadratic.constants(PROBLEM))
+    return Case(
+        name, ef_bv.gd(VALUE_AND_GRAD), hparams, start(dtype), cast(PROBLEM, dtype), jnp.asarray(IDS), {}
+    )
+
+
+def tree_loss(params: Any, data: quadratic.Quadratic) -> jax.Array:
+    return quadratic.loss(ravel_pytree(params)[0], data)
+
+
+def on_a_pytree(name: str, dtype: Any) -> Case:
+    flat = start(dtype)
+    params = {"bias": flat[:3], "layers": [flat[3:5], {"kernel": flat[5:].reshape(2, 3)}]}
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    hparams = ef_bv.theoretical(COMPRESSORS["leafwise"].constants(sizes, N), quadratic.constants(PROBLEM))
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(tree_loss), COMPRESSORS["leafwise"])
+    return Case(name, algorithm, hparams, params, cast(PROBLEM, dtype), jnp.asarray(IDS), {})
+
+
+def network_loss(params: Any, data: tuple[jax.Array, jax.Array]) -> jax.Array:
+    inputs, targets = data
+    return jnp.mean((Network().apply(params, inputs)[:, 0] - targets) ** 2)
+
+
+def on_a_network(name: str, dtype: Any) -> Case:
+    rng = np.random.default_rng(2)
+    data = cast((rng.standard_normal((N, 5, 2)), rng.standard_normal((N, 5))), dtype)
+    params = cast(Network().init(jax.random.key(3), jnp.ones((1, 2), jnp.float32)), dtype)
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(network_loss), COMPRESSORS["comp"])
+    return Case(name, algorithm, ef_bv.HParams(0.05, 0.4, 0.7), params, data, jnp.asarray(IDS), {})
+
+
+BUILDERS: dict[str, Callable[[str, Any], Case]] = {
+    "ef-bv comp": lambda name, dtype: on_quadratics(name, "comp", None, dtype),
+    "ef-bv top-k": lambda name, dtype: on_quadratics(name, "top-k", None, dtype),
+    "ef-bv m-nice": lambda name, dtype: on_quadratics(name, "m-nice", None, dtype),
+    "ef-bv perm-k": lambda name, dtype: on_quadratics(name, "perm-k", None, dtype),
+    "ef-bv dithering": lambda name, dtype: on_quadratics(name, "dithering", None, dtype),
+    "ef-bv l1": lambda name, dtype: on_quadratics(
+        name, "comp", partial(ef_bv.theoretical, regime="kl"), dtype, weight=0.1
+    ),
+    "ef-bv leafwise": on_a_pytree,
+    "ef-bv network": on_a_network,
+    "ef21": lambda name, dtype: on_quadratics(name, "top-k", ef_bv.ef21, dtype, shifted=True),
+    "diana": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.diana, dtype),
+    "compressed gd": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.compressed_gd, dtype),
+    "gd": on_gradient_descent,
+}
+NAMES = list(BUILDERS)
+
+
+@cache
+def build(name: str, dtype: Any = jnp.float64) -> Case:
+    """One object per (name, dtype), so that what one test compiled serves the next."""
+    return BUILDERS[name](name, dtype)
