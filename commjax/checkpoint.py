@@ -1,8 +1,9 @@
 """One safetensors file: a state, what was recorded so far, and what it belongs to.  Nothing is ever unpickled."""
 
+import hashlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,27 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or that belongs to another run."""
 
 
-def fingerprint(key: Key, hparams: Any) -> dict[str, str]:
-    """What a run is besides its state: the kind of algorithm, its hyperparameters, its key."""
+def digest(tree: PyTree) -> str:
+    """A few hex digits that change with any bit, shape, dtype or name of a tree of arrays and texts.
+
+    >>> digest({"x": np.zeros(2)}) == digest({"x": np.zeros(2)}), digest({"x": np.zeros(2)}) == digest({"x": np.zeros(3)})
+    (True, False)
+    """
+    sha = hashlib.sha256()
+    for path, leaf in _leaves(tree).items():
+        array = np.asarray(leaf)
+        sha.update(f"{path} {array.dtype}{array.shape} ".encode() + array.tobytes())
+    return sha.hexdigest()[:16]
+
+
+def fingerprint(key: Key, hparams: Any, **parts: PyTree) -> dict[str, str]:
+    """What a run is besides its state: hyperparameters and key, which an error can show, and a digest of each of `parts`."""
     kind = type(hparams)
     return {
         "hparams type": f"{kind.__module__}.{kind.__qualname__}",
         "hparams": json.dumps([np.asarray(leaf, np.float64).tolist() for leaf in jax.tree.leaves(hparams)]),
         "key": np.asarray(jax.random.key_data(key)).tobytes().hex(),
+        **{name: digest(part) for name, part in parts.items()},
     }
 
 
@@ -42,15 +57,16 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     """The old file or the new one, never a torn one, even after a power cut."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not `tempfile`, whose files nobody else may read.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -76,7 +92,7 @@ def _raw(array: np.ndarray) -> np.ndarray:
 def load(
     path: str | Path, like: PyTree, identity: dict[str, str] | None = None
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """(state, history) for a state of the structure of `like`; anything else is refused and nothing is changed."""
+    """(state, history) for a state of the structure of `like`, placed on its devices; anything else is refused."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -87,21 +103,24 @@ def load(
         raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}")
-    found, wanted = json.loads(metadata["structure"]), _structure(like)
+    wanted = _structure(like)
+    try:
+        found, stored = json.loads(metadata["structure"]), json.loads(metadata["identity"])
+        raw = {name: arrays[f"state/{name}"].tobytes() for name in found}
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a readable checkpoint: it has no usable {error}") from error
     if found != wanted:
         leaf = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
         raise CheckpointError(
             f"{path} is of another structure: {leaf} is {found.get(leaf, 'absent')} there, {wanted.get(leaf, 'absent')} here"
         )
-    stored = json.loads(metadata["identity"])
-    for name, value in (identity or stored).items():
+    for name, value in (identity or {}).items():
         if stored.get(name) != value:
             raise CheckpointError(f"{path} belongs to another run: {name} is {stored.get(name)} there, {value} here")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     leaves = []
-    for path_, leaf in paths:
-        array = jnp.asarray(leaf)
-        raw = arrays[f"state/{jax.tree_util.keystr(path_)}"]
-        leaves.append(jnp.asarray(np.frombuffer(raw.tobytes(), array.dtype).reshape(array.shape)))
+    for name, leaf in _leaves(like).items():
+        array = np.frombuffer(raw[name], jnp.asarray(leaf).dtype).reshape(jnp.shape(leaf))
+        placed = isinstance(leaf, jax.Array) and leaf.committed
+        leaves.append(jax.device_put(array, leaf.sharding) if placed else jnp.asarray(array))
     history = {name.removeprefix("history/"): values for name, values in arrays.items() if name.startswith("history/")}
-    return treedef.unflatten(leaves), history
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), history

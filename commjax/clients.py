@@ -30,6 +30,8 @@ def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"]
 
     def one(leaf: Array) -> Array:
         if weights is not None:
+            if len(weights) != len(leaf):
+                raise ValueError(f"weights must have one entry per row, got {len(weights)} for {len(leaf)} rows")
             leaf = leaf * jnp.reshape(weights, (-1,) + (1,) * (leaf.ndim - 1)).astype(leaf.dtype)
         local = jnp.mean(leaf, axis=0)
         return local if axis_name is None else jax.lax.pmean(local, axis_name)

@@ -13,11 +13,15 @@ AXIS = "clients"
 
 def client_mesh(num_devices: int | None = None) -> Mesh:
     """The first `num_devices` devices in a row, each with its share of the clients."""
+    num_devices = jax.device_count() if num_devices is None else num_devices
+    _check_devices(num_devices)
+    return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+
+
+def _check_devices(num_devices: int) -> None:
     available = jax.device_count()
-    num_devices = available if num_devices is None else num_devices
     if not 1 <= num_devices <= available:
         raise ValueError(f"num_devices must be between 1 and the {available} available, got {num_devices}")
-    return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
 
 
 def _check(state: State, devices: int) -> None:
@@ -47,6 +51,7 @@ def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
 
 def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
     """`step` under `pmap`; takes and returns unsplit states, like `shard_step`."""
+    _check_devices(num_devices)
     prefix = State(server=None, clients=0)
     mapped = jax.pmap(
         partial(algorithm.step, axis_name=AXIS),

@@ -4,7 +4,7 @@ import importlib.metadata
 import io
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Record:
         """
         per_round = np.asarray(self.metrics["bits_up"], np.float64)
         if convention is not None:
+            if missing := {"d", "kept"} - self.config.keys():
+                raise ValueError(f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config")
             per_round = np.full_like(per_round, legacy_bits(convention, self.config["d"], self.config["kept"]))
         return (0.0 if convention else self.bits_init) + np.cumsum(per_round, axis=-1) - per_round
 
@@ -74,25 +76,37 @@ class Record:
 
     def first_below(self, target: float, floor: float = 0.0) -> int | None:
         """The first round whose loss - floor is at most target."""
-        hits = np.flatnonzero(self.metrics["loss"] - floor <= target)
+        hits = np.flatnonzero(self._loss() - floor <= target)
         return int(hits[0]) if len(hits) else None
+
+    def one(self, h: int, s: int = 0) -> "Record":
+        """The run of one setting and one key of a sweep, whose metrics have axes [h, s, round]."""
+
+        def picked(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: values[h, s] if values.ndim == 3 else values for name, values in parts.items()}
+
+        return replace(self, metrics=picked(self.metrics), evaluations=picked(self.evaluations))
+
+    def _loss(self) -> np.ndarray:
+        loss = self.metrics["loss"]
+        if loss.ndim != 1:
+            raise ValueError(f"this is the record of a sweep, of shape {loss.shape}; take one(h, s) of it")
+        return loss
 
     def save(self, path: str | Path) -> None:
         """`path`.json (settings, readable) and `path`.npz (numbers), each written atomically."""
-        path = Path(path)
         about = {"config": self.config, "environment": self.environment, "bits_init": self.bits_init}
         buffer = io.BytesIO()
         arrays = {f"metrics/{k}": v for k, v in self.metrics.items()} | {f"evaluations/{k}": v for k, v in self.evaluations.items()}
         np.savez_compressed(buffer, **arrays)
-        write_atomically(path.with_suffix(".npz"), buffer.getvalue())
-        write_atomically(path.with_suffix(".json"), json.dumps(_plain(about), indent=1).encode())
+        write_atomically(f"{path}.npz", buffer.getvalue())
+        write_atomically(f"{path}.json", json.dumps(_plain(about), indent=1).encode())
 
     @staticmethod
     def load(path: str | Path) -> "Record":
-        path = Path(path)
-        about = json.loads(path.with_suffix(".json").read_text())
+        about = json.loads(Path(f"{path}.json").read_text())
         parts: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "evaluations": {}}
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+        with np.load(f"{path}.npz", allow_pickle=False) as arrays:
             for name in arrays.files:
                 part, key = name.split("/", 1)
                 parts[part][key] = arrays[name]
@@ -100,7 +114,7 @@ class Record:
 
     def table(self, rows: int = 8, floor: float = 0.0) -> str:
         """The run at a glance: a few rounds, spaced evenly."""
-        loss = self.metrics["loss"]
+        loss = self._loss()
         picked = np.unique(np.linspace(0, len(loss) - 1, min(rows, len(loss))).astype(int))
         up, down = self.bits_up(), self.bits_down()
         lines = [f"{'round':>8} {'loss' if floor == 0 else 'loss - floor':>14} {'bits up':>14} {'bits down':>14}"]
@@ -115,20 +129,17 @@ class Record:
 def plot_records(path: str | Path, records: dict[str, Record], floor: float = 0.0) -> None:
     """Several runs in one figure of a paper's column width."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'commjax[experiments]'") from error
-    figure, axes = plt.subplots(figsize=(3.4, 2.6), layout="constrained")
+    figure = Figure(figsize=(3.4, 2.6), layout="constrained")  # without pyplot: a notebook's backend stays what it is
+    axes = figure.subplots()
     for label, record in records.items():
-        axes.semilogy(record.bits_up() / 1e3, record.metrics["loss"] - floor, label=label or None)
+        axes.semilogy(record.bits_up() / 1e3, record._loss() - floor, label=label or None)
     axes.set_xlabel("kilobits sent by one client")
     axes.set_ylabel("loss" if floor == 0 else r"$f(x^t) - f^\star$")
     if any(records):
         axes.legend(frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=200, format="png")
-    plt.close(figure)
     write_atomically(path, buffer.getvalue())

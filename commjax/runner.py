@@ -38,7 +38,11 @@ def minibatches(size: int) -> BatchFn:
         raise ValueError(f"minibatches: size must be at least 1, got {size}")
 
     def batch(key, ids, data):
-        rows = jax.tree.leaves(data)[0].shape[1]
+        counts = {leaf.shape[1] if leaf.ndim > 1 else None for leaf in jax.tree.leaves(data)}
+        if len(counts) != 1 or None in counts:
+            shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
+            raise ValueError(f"minibatches: every leaf of the data must be [clients, rows, ...], got shapes {shapes}")
+        rows = counts.pop()
 
         def one(id, data):
             picked = jax.random.randint(jax.random.fold_in(key, id), (size,), 0, rows)
@@ -149,14 +153,15 @@ def loop(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     checkpoint: str | Path | None = None,
     config: dict[str, Any] | None = None,
-    bits_init: float = 0.0,
+    bits_init: float | int = 0.0,
     label: str = "rounds",
     progress: bool = True,
 ) -> tuple[State, Record]:
     """The same run in chunks; between them it evaluates `evaluate(params)`, shows progress and writes the checkpoint.
 
-    If the checkpoint exists, the run goes on from it, bit for bit as if it had never stopped; a checkpoint of another
-    algorithm, key or hparams is refused.  A run that diverges raises `DivergedError` and leaves the last good one in place.
+    The run ends at round `num_rounds`.  If the checkpoint exists, it goes on from there, bit for bit as if it had never
+    stopped; a checkpoint of another program, start, data, key or hparams is refused.  A run that diverges raises
+    `DivergedError` and leaves the last good one in place.
 
     With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
     sees all params at once, and a setting that diverges does not stop the others.
@@ -166,21 +171,33 @@ def loop(
     swept = key.ndim == 1
     advance_by = _sweep_from if swept else run
     state = _spread(state, hparams, key) if swept else state
-    identity = checkpoints.fingerprint(key, hparams)
     history: dict[str, np.ndarray] = {}
-    if checkpoint is not None and Path(checkpoint).exists():
-        state, history = checkpoints.load(checkpoint, state, identity)
+    if checkpoint is not None:
+        # Two methods may have equal states and hparams and differ in a compressor only: their programs differ.
+        strong = jax.tree.map(np.asarray, hparams)
+        program = advance_by.trace(key, algorithm, strong, state, data, 1, batch_fn).jaxpr
+        identity = checkpoints.fingerprint(
+            key, hparams, start=state, data=data, program=(str(program), list(program.consts))
+        )
+        if Path(checkpoint).exists():
+            state, history = checkpoints.load(checkpoint, state, identity)
     done = int(jnp.max(state.server.round))
+    if done > num_rounds:
+        raise ValueError(f"num_rounds is {num_rounds}, but {checkpoint or 'the state'} is in round {done} already")
 
-    def extend(name: str, values) -> None:
-        values = np.atleast_1d(np.asarray(values, np.float64))
+    def extend(name: str, values: np.ndarray) -> None:
+        if values.ndim not in ((1, 3) if swept else (1,)):
+            raise ValueError(f"{name} must be one number a time (in a sweep: [h, s] of them), got shape {values.shape}")
         history[name] = np.concatenate([history[name], values], axis=-1) if name in history else values
 
     def evaluated() -> None:
-        for name, value in (evaluate(state.server.params) if evaluate else {}).items():
-            extend(f"eval/{name}", value)
-        if evaluate:
-            extend("eval/round", done)
+        if evaluate is None:
+            return
+        values = evaluate(state.server.params)
+        if "round" in values:
+            raise ValueError("evaluate must not return 'round', which is kept beside its values")
+        for name, value in {**values, "round": done}.items():
+            extend(f"eval/{name}", np.asarray(value, np.float64)[..., None])
 
     if not history:
         evaluated()
@@ -191,8 +208,8 @@ def loop(
             rows = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
             bad = None if swept else _first_bad_round(rows, state, done)
             if bad is not None:
-                kept = f"the checkpoint {checkpoint} is that of round {done}" if checkpoint else "no checkpoint was asked for"
-                raise DivergedError(f"the loss is not finite in round {bad} with {hparams}; {kept}")
+                kept = f"; {checkpoint} is that of round {done}" if checkpoint and Path(checkpoint).exists() else ""
+                raise DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")
             for name, values in rows.items():
                 extend(name, values)
             done += length
@@ -200,7 +217,8 @@ def loop(
             if checkpoint is not None:
                 checkpoints.save(checkpoint, state, history, identity)
             advance(done, {"loss": float(rows["loss"][..., -1].mean())})
+    history = {name: np.zeros(0) for name in Metrics._fields if name not in history} | history
     per_round = {name: values for name, values in history.items() if not name.startswith("eval/")}
     evaluations = {name.removeprefix("eval/"): values for name, values in history.items() if name.startswith("eval/")}
     settings = {"num_rounds": num_rounds, "hparams": hparams, **(config or {})}
-    return state, Record(settings, environment(), per_round, evaluations, bits_init)
+    return state, Record(settings, environment(), per_round, evaluations, float(bits_init))

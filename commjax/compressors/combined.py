@@ -22,7 +22,8 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
 
     def compress(key, x, id=0, n=1):
         value, bits = compressor.compress(key, x, id, n)
-        return Message(tree.scale(factor, value), bits)
+        # Without the barrier XLA may merge two factors into one, and the value differ from the decoded one in the last bit.
+        return Message(tree.scale(factor, jax.lax.optimization_barrier(value)), bits)
 
     def constants(d, n=1):
         eta, omega, omega_ran = compressor.constants(d, n)

@@ -29,13 +29,16 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         if m > n:
             raise ValueError(f"m_nice: m must be at most the number of clients n = {n}, got {m}")
 
-    def takes_part(key, id, n):
+    def draw(key, id, n):
+        """Does this client take part, and the key of C: not the same one, for C may draw from it as we do."""
         check(n)
-        return jax.random.permutation(jax.random.fold_in(key, n), n)[id] < m
+        key_event, key = jax.random.split(key)
+        return jax.random.permutation(key_event, n)[id] < m, key
 
     def compress(key, x, id=0, n=1):
-        here = takes_part(key, id, n)
+        here, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
+        value = jax.lax.optimization_barrier(value)  # as in `scaled`
         sent = jax.tree.map(lambda leaf: jnp.where(here, leaf * jnp.asarray(n / m, leaf.dtype), jnp.zeros_like(leaf)), value)
         return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
 
@@ -48,10 +51,12 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         )
 
     def encode(key, x, id=0, n=1):
-        return inner.encode(key, x, id, n) if takes_part(key, id, n) else b""
+        here, key = draw(key, id, n)
+        return inner.encode(key, x, id, n) if here else b""
 
     def decode(key, data, like, id=0, n=1):
-        if not takes_part(key, id, n):
+        here, key = draw(key, id, n)
+        if not here:
             if data:
                 raise ValueError(f"m_nice: client {id} does not take part in this round, got {len(data)} bytes")
             return jax.tree.map(jnp.zeros_like, like)
@@ -69,6 +74,15 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
     return Compressor(
         name, compress, constants, encode, decode, lambda d, n=1: m / n * inner.kept(d, n), inner.outcomes and outcomes
     )
+
+
+def _block(i, items: int, blocks: int):
+    """The block of item i when items are cut into consecutive blocks whose sizes differ by one at most, the larger first.
+
+    (`i * blocks // items` would overflow int32 for a large model and many clients.)
+    """
+    size, larger = divmod(items, blocks)
+    return jnp.maximum(i // (size + 1), (i - larger) // size)
 
 
 def perm_k() -> Compressor:
@@ -90,8 +104,7 @@ def perm_k() -> Compressor:
         key_coordinates, key_clients = jax.random.split(key)
         seat = jax.random.permutation(key_clients, n)[id]
         place = jax.random.permutation(key_coordinates, d)
-        # Seat s owns places from ceil(s d / n) to ceil((s+1) d / n), or, when clients are many, the place floor(s d / n).
-        return place * n // d == seat if d >= n else place == seat * d // n
+        return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
 
     def factor(d, n):
         return min(d, n)
@@ -121,11 +134,12 @@ def perm_k() -> Compressor:
 
     def outcomes(xs):
         n, d = xs.shape
+        block = np.asarray(_block(jnp.arange(max(d, n)), max(d, n), min(d, n)))
         value = []
         for place in itertools.permutations(range(d)):
             for seat in itertools.permutations(range(n)):
                 place_, seat_ = np.array(place), np.array(seat)[:, None]
-                mine = place_ * n // d == seat_ if d >= n else place_ == seat_ * d // n
+                mine = block[place_] == seat_ if d >= n else place_ == block[seat_]
                 value.append(np.where(mine, factor(d, n) * xs, 0.0))
         return np.full(len(value), 1 / len(value)), np.array(value)
 

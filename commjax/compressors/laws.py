@@ -38,9 +38,9 @@ def independent(law: Callable[[np.ndarray], Law]) -> Callable[[np.ndarray], Law]
 
     def joint(xs: np.ndarray) -> Law:
         laws = [law(x) for x in xs]
-        picks = list(itertools.product(*(range(len(p)) for p, _ in laws)))
-        probability = np.array([np.prod([p[i] for (p, _), i in zip(laws, pick)]) for pick in picks])
-        return probability, np.array([[v[i] for (_, v), i in zip(laws, pick)] for pick in picks])
+        picks = np.indices([len(p) for p, _ in laws]).reshape(len(laws), -1)
+        probability = np.prod([p[pick] for (p, _), pick in zip(laws, picks)], axis=0)
+        return probability, np.stack([v[pick] for (_, v), pick in zip(laws, picks)], axis=1)
 
     return joint
 

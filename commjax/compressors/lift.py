@@ -12,10 +12,10 @@ from commjax import tree
 from commjax.base import Compressor, Constants, Message
 
 
-def check_k(name: str, k: int, d: int) -> None:
+def check_k(name: str, k: int, d: int, argument: str = "k") -> None:
     """1 <= k <= d, known only when the vector is"""
     if k > d:
-        raise ValueError(f"{name}: k must be at most the dimension d = {d}, got {k}")
+        raise ValueError(f"{name}: {argument} must be at most the dimension d = {d}, got {k}")
 
 
 def check_count(name: str, argument: str, value: int) -> None:

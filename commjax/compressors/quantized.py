@@ -29,6 +29,7 @@ def natural() -> Compressor:
         bits = jax.lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
         low = jnp.asarray((1 << mantissa) - 1, bits.dtype)
         up = (jax.random.bits(jax.random.fold_in(key, id), x.shape, bits.dtype) & low) < (bits & low)
+        up &= jnp.isfinite(x)  # a NaN becomes infinite; its bits plus one would be those of zero
         rounded = (bits & ~low) + (up.astype(bits.dtype) << mantissa)
         return jax.lax.bitcast_convert_type(rounded, x.dtype)
 
@@ -62,7 +63,7 @@ def natural() -> Compressor:
 
 
 def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
-    """The smallest omega that theory gives for `dithering`, at most QSGD's min(d/s^2, sqrt(d)/s).
+    """The smallest omega that theory gives for `dithering`; for p >= 2 at most QSGD's min(d/s^2, sqrt(d)/s).
 
     With y = |x| / |x|_p the relative variance is sum phi(y_i) / sum y_i^2, where phi = f(1-f)/s^2 and f = frac(s y).  As a
     function of z = y^2 the smallest concave bound of phi is sqrt(z)/s - z up to its first top at z = 1/(4 s^2) and 1/(4 s^2)
@@ -93,17 +94,17 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         raise ValueError(f"dithering: norm must be at least 1 (or inf), got {norm}")
 
     def dequantize(scale, level):
-        # Multiplications only: a division might be compiled as one or the other.
-        return scale * (level.astype(scale.dtype) * jnp.asarray(1 / levels, scale.dtype))
+        # Multiplications only, scalars first: XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
+        return level.astype(scale.dtype) * (scale * jnp.asarray(1 / levels, scale.dtype))
 
     def quantize(key, x, id):
         scale = jnp.linalg.norm(x, ord=norm)
         relative = jnp.abs(x) / jnp.where(scale > 0, scale, jnp.ones((), x.dtype)) * levels
         low = jnp.floor(relative)
         up = jax.random.uniform(jax.random.fold_in(key, id), x.shape, x.dtype) < relative - low
-        # Rounding may put |x_j| / |x|_p an ulp above 1.
-        level = jnp.minimum(low + up.astype(x.dtype), levels)
-        return scale, (jnp.sign(x) * level).astype(jnp.int32)
+        # Rounding may put |x_j| / |x|_p an ulp above 1; the minimum is of integers, for s need not be a number of this dtype.
+        level = jnp.minimum((low + up.astype(x.dtype)).astype(jnp.int32), levels)
+        return scale, jnp.sign(x).astype(jnp.int32) * level
 
     def compress(key, x, id, n):
         return dequantize(*quantize(key, x, id))
@@ -158,7 +159,7 @@ def scaled_sign() -> Compressor:
         return jnp.where(x < 0, -scale, scale)
 
     def pack(key, value, id, n):
-        return wire.encode_values(np.abs(value[:1])) + wire.to_bytes((value < 0).astype(np.uint8))
+        return wire.encode_values(np.abs(value[:1])) + wire.to_bytes(np.signbit(value).astype(np.uint8))
 
     def unpack(key, data, d, dtype, id, n):
         size = np.dtype(dtype).itemsize

@@ -140,7 +140,7 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     """A candidate is one of the k_top largest iff fewer than k_top entries are larger, so the first k distinct accepted
     candidates of a uniform stream are what is wanted, and neither a sort nor a threshold is needed."""
     n, d = keys.shape
-    draws = 4 * -(-(int(k * d / k_top) + 14) // 4)  # one of 1000 clients seldom needs a second turn
+    draws = int(k * d / k_top) + 14  # one of 1000 clients seldom needs a second turn
     order = jnp.arange(draws, dtype=jnp.int32)
     columns = keys.T
 
@@ -154,7 +154,7 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
 
     def turn(carry):
         number, chosen, found = carry
-        candidate = jax.vmap(lambda one: _candidates(one, number, draws, d), out_axes=1)(key)
+        candidate = _candidates(key, number, draws, d)
         accept = larger(candidate, jnp.take_along_axis(columns, candidate, axis=0)) < k_top
         if k > 1:  # distinct: not an earlier accepted candidate, nor chosen in an earlier turn
             earlier = (order[None, :] < order[:, None])[..., None]
@@ -171,14 +171,21 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
 
 
-def _candidates(key: Key, turn: Int[Array, ""], draws: int, d: int) -> Int[Array, "t"]:
-    """A stream of uniform indices below d <= 2^12, two from each word as two digits of base d (bias below d^2 / 2^32).
+def _candidates(key: Key, turn: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
+    """[draws, n] uniform indices below d <= 2^12 (bias below d / 2^32), column i from key i.
 
-    A `fold_in` costs one hash and is two random words; `jax.random.bits` costs one hash a word.
+    A threefry hash a word would cost more than all the rest of the selection, so the 64 random bits of each key seed a counter
+    that goes through the finaliser of MurmurHash3 (a bijection with full avalanche), twice.
     """
-    hashes = turn * (draws // 4) + jnp.arange(draws // 4, dtype=jnp.int32)
-    word = jax.random.key_data(jax.vmap(lambda count: jax.random.fold_in(key, count))(hashes)).reshape(-1)
+    seed = jax.random.key_data(key).reshape(len(key), -1)[:, -2:].T[:, None, :]
+    counter = turn.astype(jnp.uint32) * jnp.uint32(draws) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
+    word = _mixed(_mixed(seed[0] + (counter * jnp.uint32(0x9E3779B9))[:, None]) ^ seed[1])
     high, low = word >> 16, word & 0xFFFF
-    first = high * d + ((low * d) >> 16)
-    second = (first & 0xFFFF) * d + ((((low * d) & 0xFFFF) * d) >> 16)
-    return (jnp.concatenate([first, second]) >> 16).astype(jnp.int32)[:draws]
+    return ((high * d + ((low * d) >> 16)) >> 16).astype(jnp.int32)
+
+
+def _mixed(word: Array) -> Array:
+    """MurmurHash3's 32-bit finaliser"""
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)

@@ -139,11 +139,11 @@ def comp(k: int, k_top: int) -> Compressor:
         raise ValueError(f"comp: k' must be at least k = {k}, got {k_top}")
 
     def compress(key, x, id, n):
-        check_k("comp", k_top, x.size)
+        check_k("comp", k_top, x.size, "k'")
         return _masked(x, select.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
 
     def constants(d, n):
-        check_k("comp", k_top, d)
+        check_k("comp", k_top, d, "k'")
         return independent(n, math.sqrt((d - k_top) / d), (k_top - k) / k)
 
     law = laws.independent(lambda x: laws.subsets(x, laws.top(x, k_top), k, k_top / k))

@@ -230,7 +230,7 @@ def test_rates_and_bounds_are_the_thesiss():
     b = 1 + math.sqrt(2)
     assert theory.diana_stepsize(4.0, 0.5) == pytest.approx(1 / (4 + 4 * b**2 * 0.5))
     assert theory.diana_lyapunov_weight(0.1, 3.0, 0.5) == pytest.approx((1 + b) * 0.01 * 0.5 * 4)
-    assert theory.diana_rate(0.01, 1.0, 3.0) == 0.99 and theory.diana_rate(0.5, 1.0, 3.0) == 3.5 / 4
+    assert theory.diana_rate(0.01, 2.0, 3.0) == 0.98 and theory.diana_rate(0.5, 1.0, 3.0) == 3.5 / 4
     assert theory.compressed_gd_stepsize(2.0, 4.0, 0.5) == 1 / 6
 
 
@@ -245,6 +245,10 @@ BAD = {
         r"omega .*got -1\.0",
     ),
     "r above 1": (lambda: theory.stepsize(1.0, 1.0, 0.0, 3.0, 0.6, 0.5), r"r = 1\.24 .*below 0\.5, got 0\.6"),
+    "r above 1, biased": (
+        lambda: theory.stepsize(1.0, 1.0, 0.5, 3.0, 0.4, 0.5),
+        r"r = 1\.12 .*below 0\.307692",
+    ),
     "r 1": (lambda: theory.stepsize(1.0, 1.0, 0.0, 3.0, 0.5, 0.5), r"r = 1 .*below 0\.5, got 0\.5"),
     "lambda 0": (lambda: ef_bv.theoretical(Constants(0.0, 1.0, 1.0), SMOOTH, lam=0.0), r"lambda .*got 0\.0"),
     "lambda 1.5": (

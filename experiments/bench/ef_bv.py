@@ -1,0 +1,227 @@
+"""How fast is EF-BV?  All sides in one run on one machine, printed as ratios.
+
+    python -m experiments.bench.ef_bv                    about 1 minute on 2 cores
+    python -m experiments.bench.ef_bv --torch True       with the batched torch side (pip install torch)
+
+comp-(1, 56), n = 1000 clients, d = 112, 8 rows a client, float32, like mushrooms; every side computes the loss too.  Each side is timed several times, in turn,
+and the best time counts: machines are shared and noisy.
+Goals: EF-BV / gradient <= 3; per-worker NumPy / ours >= 80; batched NumPy / ours >= 4; torch / ours >= 3; 16 stepsizes < 8 runs;
+first round (import and compile) < 6 s.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from commjax import clients, compressors, runner
+from commjax.algorithms import ef_bv
+from commjax.base import Message
+from commjax.data.partition import ClientData
+from commjax.problems import logistic
+
+
+@dataclass(frozen=True)
+class Settings:
+    n: int = 1000  # clients
+    d: int = 112  # dimension
+    rows: int = 8  # of data a client
+    rounds: int = 200  # in one timed call of a compiled side
+    repeats: int = 7  # timed calls of each side; the best counts
+    torch: bool = False  # time batched torch too (2 threads)
+
+
+MU, K, GAMMA, LAM, NU = 0.1, 1, 1e-3, 5e-3, 1.0
+
+
+def data_of(settings: Settings) -> ClientData:
+    rng = np.random.default_rng(0)
+    shape = (settings.n, settings.rows)
+    features = (rng.random((*shape, settings.d)) < 0.19).astype(np.float32)
+    labels = np.where(rng.random(shape) < 0.5, -1, 1).astype(np.float32)
+    return ClientData(features, labels, np.full(shape, 1 / settings.rows, np.float32))
+
+
+def best(sides: dict[str, tuple[Callable[[], object], int]], repeats: int) -> dict[str, float]:
+    """Seconds a round of each side: the sides take turns, so that a slow moment hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for function, _ in sides.values():
+        function()  # compile, warm up
+    for _ in range(repeats):
+        for name, (function, rounds) in sides.items():
+            began = time.perf_counter()
+            function()
+            times[name].append((time.perf_counter() - began) / rounds)
+    return {name: min(values) for name, values in times.items()}
+
+
+def plain_gradient(value_and_grad):
+    """The same round without compression or control variates: the mean of the clients' gradients."""
+
+    def client_step(round, hparams, server, client, data):
+        loss, grad = value_and_grad(server.params, data)
+        return client, Message(grad, jnp.zeros(())), loss
+
+    def server_step(hparams, server, grad):
+        return server._replace(round=server.round + 1, params=server.params - hparams.gamma * grad)
+
+    def init(params, ids):
+        return ef_bv.State(ef_bv.Server(jnp.zeros((), jnp.int32), params, params), ef_bv.Client(ids, ids))
+
+    return clients.federated(init, client_step, server_step, bits_down=lambda server: 0.0)
+
+
+def loop_numpy(data: ClientData, k_top: int):
+    """One worker after another, as a simulation is usually written."""
+    n, d = len(data.labels), data.features.shape[2]
+    rng = np.random.default_rng(0)
+    x, h, shift = np.zeros(d, np.float32), np.zeros((n, d), np.float32), np.zeros(d, np.float32)
+
+    def round():
+        nonlocal x, shift
+        total, loss = np.zeros(d, np.float32), 0.0
+        for i in range(n):
+            a, b, w = data.features[i], data.labels[i], data.weights[i]
+            margin = b * (a @ x)
+            loss += (w @ np.logaddexp(0, -margin) + MU / 2 * x @ x) / n
+            grad = a.T @ (-b * w / (1 + np.exp(margin))) + MU * x
+            delta = grad - h[i]
+            top = np.argpartition(-np.abs(delta), k_top)[:k_top]
+            pick = rng.choice(top, K, replace=False)
+            message = np.zeros(d, np.float32)
+            message[pick] = delta[pick] * (k_top / K)
+            h[i] += LAM * message
+            total += message / n
+        x = x - GAMMA * (shift + NU * total)
+        shift = shift + LAM * total
+        return loss
+
+    return round
+
+
+def batched_numpy(data: ClientData, k_top: int):
+    """All workers at once in NumPy."""
+    n, d = len(data.labels), data.features.shape[2]
+    rng = np.random.default_rng(0)
+    x, h, shift = np.zeros(d, np.float32), np.zeros((n, d), np.float32), np.zeros(d, np.float32)
+    row = np.arange(n)
+
+    def round():
+        nonlocal x, shift
+        margin = data.labels * (data.features @ x)
+        loss = (data.weights * np.logaddexp(0, -margin)).sum() / n + MU / 2 * x @ x
+        slope = -data.labels * data.weights / (1 + np.exp(margin))
+        delta = np.matmul(slope[:, None, :], data.features)[:, 0] + MU * x - h
+        top = np.argpartition(-np.abs(delta), k_top, axis=1)[:, :k_top]
+        pick = top[row, rng.integers(0, k_top, n)]
+        values = delta[row, pick] * (k_top / K)
+        h[row, pick] += LAM * values
+        total = np.bincount(pick, values, d).astype(np.float32) / n
+        x = x - GAMMA * (shift + NU * total)
+        shift = shift + LAM * total
+        return loss
+
+    return round
+
+
+def batched_torch(data: ClientData, k_top: int):
+    """All workers at once in torch, two threads."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError("the torch side needs torch: pip install torch") from error
+    torch.set_num_threads(2)
+    a, b, w = (torch.from_numpy(part) for part in data)
+    n, _, d = a.shape
+    x, h, shift = torch.zeros(d), torch.zeros(n, d), torch.zeros(d)
+    row = torch.arange(n)
+
+    def round():
+        nonlocal x, shift
+        margin = b * (a @ x)
+        loss = (w * torch.nn.functional.softplus(-margin)).sum() / n + MU / 2 * x @ x
+        slope = -b * w * torch.sigmoid(-margin)
+        delta = torch.bmm(slope[:, None, :], a)[:, 0] + MU * x - h
+        top = torch.topk(delta.abs(), k_top, dim=1, sorted=False).indices
+        pick = top[row, torch.randint(0, k_top, (n,))]
+        values = delta[row, pick] * (k_top / K)
+        h[row, pick] += LAM * values
+        total = torch.zeros(d).index_add_(0, pick, values) / n
+        x = x - GAMMA * (shift + NU * total)
+        shift = shift + LAM * total
+        return loss
+
+    return round
+
+
+FIRST_ROUND = """
+import time; began = time.perf_counter()
+import jax
+from experiments.bench import ef_bv as bench
+settings = bench.Settings()
+algorithm, state, data = bench.ours(settings)
+jax.block_until_ready(jax.jit(algorithm.step)(jax.random.key(0), bench.HPARAMS, state, data))
+print(time.perf_counter() - began)
+"""
+
+HPARAMS = ef_bv.HParams(GAMMA, LAM, NU)
+
+
+def ours(settings: Settings):
+    data = jax.tree.map(jnp.asarray, data_of(settings))
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=MU)), compressors.comp(K, settings.d // 2))
+    return algorithm, algorithm.init(jnp.zeros(settings.d), jnp.arange(settings.n)), data
+
+
+def main(settings: Settings) -> dict[str, float]:
+    k_top = settings.d // 2
+    algorithm, state, data = ours(settings)
+    gradient = plain_gradient(jax.value_and_grad(partial(logistic.loss, mu=MU)))
+    start = gradient.init(jnp.zeros(settings.d), jnp.arange(settings.n))
+    key = jax.random.key(0)
+    grid = runner.stack([HPARAMS._replace(gamma=GAMMA * 2.0**-power) for power in range(16)])
+
+    def compiled(function, *args):
+        return lambda: jax.block_until_ready(function(*args, settings.rounds))
+
+    sides: dict[str, tuple[Callable[[], object], int]] = {
+        "EF-BV": (compiled(runner.run, key, algorithm, HPARAMS, state, data), settings.rounds),
+        "plain gradient": (compiled(runner.run, key, gradient, HPARAMS, start, data), settings.rounds),
+        "sweep of 16": (compiled(runner.sweep, key[None], algorithm, grid, state, data), settings.rounds),
+        "NumPy, worker by worker": (loop_numpy(data_of(settings), k_top), 1),
+        "NumPy, batched": (batched_numpy(data_of(settings), k_top), 1),
+    }
+    if settings.torch:
+        sides["torch, batched"] = (batched_torch(data_of(settings), k_top), 1)
+    seconds = best(sides, settings.repeats)
+    command = [sys.executable, "-c", FIRST_ROUND]
+    first = min(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(2))
+
+    print(f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, n={settings.n}, d={settings.d}, float32")
+    for name, value in seconds.items():
+        print(f"  {name:26} {value * 1e3:9.3f} ms a round")
+    fast = seconds["EF-BV"]
+    ratios = {
+        "EF-BV / plain gradient": (fast / seconds["plain gradient"], "at most 3"),
+        "sweep of 16 / one run": (seconds["sweep of 16"] / fast, "below 8"),
+        "NumPy worker by worker / EF-BV": (seconds["NumPy, worker by worker"] / fast, "at least 80"),
+        "NumPy batched / EF-BV": (seconds["NumPy, batched"] / fast, "at least 4"),
+        "first round, s": (first, "below 6"),
+    }
+    if settings.torch:
+        ratios["torch batched / EF-BV"] = (seconds["torch, batched"] / fast, "at least 3")
+    for name, (value, goal) in ratios.items():
+        print(f"  {name:32} {value:8.2f}   goal: {goal}")
+    return {name: value for name, (value, _) in ratios.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

@@ -1,0 +1,152 @@
+"""Runs, sweeps and minibatches.  The loop with its checkpoint is in `test_loop.py`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax import compressors, runner
+from commjax.algorithms import ef_bv
+from commjax.data.partition import ClientData
+from commjax.problems import logistic, quadratic
+from tests.registry import build
+
+CASE = build("ef-bv comp")
+KEY = jax.random.key(11)
+
+
+def test_a_run_is_the_step_repeated_with_half_of_the_split_key():
+    key_step, _ = jax.random.split(KEY)
+    state, losses = CASE.init(), []
+    for _ in range(3):
+        state, metrics = jax.jit(CASE.algorithm.step)(key_step, CASE.hparams, state, CASE.data)
+        losses.append(float(metrics.loss))
+    found, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 3)
+    np.testing.assert_allclose(metrics.loss, losses, rtol=1e-12)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-10), found, state)
+    assert metrics.bits_up.shape == metrics.bits_down.shape == (3,)
+
+
+def test_a_run_of_no_rounds_returns_the_state_and_empty_metrics():
+    state, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 0)
+    jax.tree.map(np.testing.assert_array_equal, state, CASE.init())
+    assert metrics.loss.shape == (0,)
+
+
+def test_a_run_is_compiled_once_for_all_hyperparameters_and_keys():
+    traces = []
+
+    def value_and_grad(params, data):
+        traces.append(1)
+        return jax.value_and_grad(quadratic.loss)(params, data)
+
+    algorithm = ef_bv.gd(value_and_grad)
+    state = algorithm.init(CASE.params, CASE.ids)
+    for seed, gamma in enumerate((0.1, 0.2, 0.3)):
+        runner.run(jax.random.key(seed), algorithm, ef_bv.HParams(gamma, 1.0, 1.0), state, CASE.data, 2)
+    assert len(traces) == 1
+
+
+def test_a_sweep_has_axes_of_hparams_and_keys_and_every_pair_its_own_numbers():
+    settings = [CASE.hparams._replace(gamma=CASE.hparams.gamma * c) for c in (1.0, 0.5, 0.25)]
+    keys = jax.random.split(KEY, 2)
+    state, metrics = runner.sweep(keys, CASE.algorithm, runner.stack(settings), CASE.init(), CASE.data, 4)
+    assert metrics.loss.shape == metrics.bits_up.shape == (3, 2, 4)
+    assert state.server.params.shape == (3, 2, 11) and state.clients.shift.shape == (3, 2, 8, 11)
+    assert len(np.unique(np.asarray(metrics.loss[:, :, -1]))) == 6
+    # All begin at the same point, so that the first loss is common.
+    np.testing.assert_allclose(metrics.loss[:, :, 0], np.full((3, 2), metrics.loss[0, 0, 0]), rtol=1e-14)
+
+
+def test_stack_puts_equal_trees_on_a_leading_axis():
+    stacked = runner.stack([ef_bv.HParams(1.0, 2.0, 3.0), ef_bv.HParams(4.0, 5.0, 6.0)])
+    assert isinstance(stacked, ef_bv.HParams) and stacked.nu.tolist() == [3.0, 6.0]
+    with pytest.raises(ValueError, match=r"(?i)structure|mismatch|arity|expected"):
+        runner.stack([{"a": 1.0}, {"b": 1.0}])
+
+
+def test_observed_metrics_are_taken_where_the_round_begins_and_change_nothing_else():
+    algorithm = runner.observe(CASE.algorithm, first=lambda state, batch: state.server.params[0])
+    plain, _ = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 3)
+    watched, metrics = runner.run(KEY, algorithm, CASE.hparams, CASE.init(), CASE.data, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), watched, plain)
+    assert metrics._fields == ("loss", "bits_up", "bits_down", "first")
+    two, _ = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 2)
+    assert metrics.first[0] == CASE.params[0]
+    np.testing.assert_allclose(metrics.first[2], two.server.params[0], rtol=1e-12)
+
+
+def tagged(n=4, rows=5):
+    """Each entry says which client and row it is."""
+    mark = 100.0 * jnp.arange(n)[:, None] + jnp.arange(rows)
+    return ClientData(mark[:, :, None] * jnp.ones(2), mark, jnp.full((n, rows), 0.2))
+
+
+def test_minibatches_take_rows_of_the_client_itself_and_keep_leaves_together():
+    data = tagged()
+    batch = runner.minibatches(50)(KEY, jnp.arange(4), data)
+    assert batch.labels.shape == (4, 50)
+    np.testing.assert_array_equal(batch.features[..., 1], batch.labels)
+    for i in range(4):
+        assert set(np.asarray(batch.labels[i])) == {
+            100.0 * i + j for j in range(5)
+        }  # all rows, none of others
+    # weights 1/5 on 5 rows, reweighted for 50: each 1/50
+    np.testing.assert_allclose(batch.weights, np.full((4, 50), 0.02), rtol=1e-14)
+
+
+def test_minibatches_depend_on_the_key_and_on_the_id_but_not_on_the_place_of_a_client():
+    batch, data = runner.minibatches(6), tagged()
+    order = jnp.asarray([2, 0, 3, 1])
+    straight = batch(KEY, jnp.arange(4), data)
+    shuffled = batch(KEY, order, jax.tree.map(lambda leaf: leaf[order], data))
+    np.testing.assert_array_equal(shuffled.labels, straight.labels[order])
+    assert not np.array_equal(batch(jax.random.key(5), jnp.arange(4), data).labels, straight.labels)
+    rows = np.asarray(straight.labels) % 100
+    assert not np.array_equal(rows[0], rows[1])
+
+
+def test_the_mean_of_many_minibatch_gradients_is_the_full_gradient_under_padding():
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(
+        [[1 / 3, 1 / 3, 1 / 3, 0.0], [0.25, 0.25, 0.25, 0.25]]
+    )  # the first client is padded
+    data = ClientData(
+        jnp.asarray(rng.standard_normal((2, 4, 3))),
+        jnp.sign(jnp.asarray(rng.standard_normal((2, 4)))),
+        weights,
+    )
+    x = jnp.asarray(rng.standard_normal(3))
+    gradient = jax.vmap(jax.grad(lambda x, data: logistic.loss(x, data, 0.1)), (None, 0))
+    batches = jax.vmap(lambda key: gradient(x, runner.minibatches(2)(key, jnp.arange(2), data)))
+    drawn = np.asarray(jax.jit(batches)(jax.random.split(KEY, 4000)))
+    error = 5 * drawn.std(axis=0) / np.sqrt(len(drawn))
+    assert (np.abs(drawn.mean(axis=0) - gradient(x, data)) < error).all() and error.max() < 0.1
+
+
+def test_every_round_draws_new_minibatches_and_the_same_ones_when_run_again():
+    def value_and_grad(x, data):
+        return data.labels[0], jnp.zeros_like(x)
+
+    algorithm = ef_bv.ef_bv(value_and_grad, compressors.identity())
+    state, data = algorithm.init(jnp.ones(2), jnp.arange(4)), tagged()
+    inputs = (KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), state, data, 12, runner.minibatches(1))
+    (_, first), (_, again) = runner.run(*inputs), runner.run(*inputs)
+    np.testing.assert_array_equal(first.loss, again.loss)
+    assert len(np.unique(np.asarray(first.loss))) > 4
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_minibatches_of_no_rows_are_refused(size):
+    with pytest.raises(ValueError, match=f"size must be at least 1, got {size}"):
+        runner.minibatches(size)
+
+
+@pytest.mark.parametrize(
+    "data", [{"x": jnp.ones((4, 5, 2)), "y": jnp.ones((4, 6))}, {"x": jnp.ones((4, 5)), "s": jnp.ones(4)}]
+)
+def test_minibatches_of_leaves_without_a_common_row_axis_are_refused(data):
+    with pytest.raises(
+        ValueError, match=r"every leaf of the data must be \[clients, rows, ...\], got shapes .*\(4,"
+    ):
+        runner.minibatches(2)(KEY, jnp.arange(4), data)

@@ -1,0 +1,128 @@
+"""The drivers of Chapter 2, at toy size, and their arithmetic."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax.records import Record
+from experiments import ef_bv, ef_bv_table
+
+TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=5, progress=False)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return dataclasses.replace(TINY, out=tmp_path)
+
+
+def fake_record(loss_a, loss_b, bits=40.0):
+    loss = np.array([[loss_a], [loss_b]], float)
+    config = {"floor": 1.0, "predicted": 0.5, "d": 10, "kept": 1}
+    return Record(config, {}, {"loss": loss, "bits_up": np.full_like(loss, bits), "bits_down": loss * 0}, {}, 320.0)
+
+
+def test_bits_to_targets_counts_what_was_sent_before_the_target_was_reached():
+    record = fake_record([11, 6, 3, 2], [11, 9, 6, 3])
+    rows = ef_bv.bits_to_targets(record, (0.5, 0.2, 0.1))
+    assert [row["fraction"] for row in rows] == [0.5, 0.2]  # the second method never reaches 0.1
+    assert [row["rounds"] for row in rows] == [[1, 2], [2, 3]]
+    assert [row["bits"] for row in rows] == [[40.0, 80.0], [80.0, 120.0]]
+    assert rows[0]["ratio"] == 0.5
+
+
+def test_the_main_figure_has_a_panel_a_setting_and_leaves_records_and_no_checkpoint(settings):
+    records = ef_bv.main_figure(settings)
+    assert set(records) == {("breast_cancer", k, xi) for k, xi in ef_bv.SETTINGS}
+    names = {path.name for path in settings.out.iterdir()}
+    assert {"main_figure.png", "main_figure.txt", "breast_cancer_k1_xi1.json", "breast_cancer_k1_xi1.npz"} <= names
+    assert not any(name.endswith(".ckpt") for name in names)
+    loaded = Record.load(settings.out / "breast_cancer_k1_xi1")
+    assert loaded.metrics["loss"].shape == (2, 1, settings.rounds)
+    # d = 30: one float32, a position of 5 bits in a byte; and 30 float32 at the start.
+    assert np.all(loaded.metrics["bits_up"] == 40) and loaded.bits_init == 30 * 32
+    # Both methods start at the same point, and descend.
+    loss = loaded.metrics["loss"][:, 0]
+    assert loss[0, 0] == pytest.approx(np.log(2)) and loss[1, 0] == pytest.approx(np.log(2))
+    assert np.all(np.diff(loss[:, [0, -1]]) < 0)
+
+
+def test_a_killed_experiment_goes_on_from_its_checkpoint_with_the_same_result(settings, monkeypatch):
+    problem = ef_bv.problem("breast_cancer", settings)
+    whole = ef_bv.compare(problem, 1, settings, "whole")
+    saves = []
+
+    def stop_after_two(path, *args):
+        save(path, *args)
+        saves.append(path)
+        if len(saves) == 2:
+            raise KeyboardInterrupt
+
+    save = ef_bv.runner.checkpoints.save
+    monkeypatch.setattr(ef_bv.runner.checkpoints, "save", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        ef_bv.compare(problem, 1, settings, "killed")
+    monkeypatch.setattr(ef_bv.runner.checkpoints, "save", save)
+    resumed = ef_bv.compare(problem, 1, settings, "killed")
+    assert np.array_equal(whole.metrics["loss"], resumed.metrics["loss"])
+
+
+def test_the_nonconvex_figure_reports_the_squared_gradient(settings):
+    records = ef_bv.nonconvex(settings)
+    record = records["breast_cancer", 1, 1]
+    problem = ef_bv.problem("breast_cancer", settings, nonconvex=True)
+    sq_grad = record.metrics["sq_grad"]
+    assert sq_grad.shape == (2, 1, settings.rounds) and np.all(sq_grad > 0)
+    assert (settings.out / "nonconvex.png").exists()
+    state = ef_bv.ef_bv.ef_bv(problem.value_and_grad, ef_bv.compressors.identity()).init(jnp.zeros(problem.d), jnp.arange(12))
+    grads = np.stack([problem.value_and_grad(jnp.zeros(problem.d), row(problem.data, i))[1] for i in range(12)])
+    measured = ef_bv.squared_gradient(problem.value_and_grad, state, problem.data)
+    assert float(measured) == pytest.approx(np.sum(grads.mean(axis=0) ** 2))
+
+
+def row(data, i):
+    return type(data)(*(leaf[i] for leaf in data))
+
+
+def test_ablations_and_stepsizes_draw_their_figures(settings):
+    settings = dataclasses.replace(settings, rounds=6)
+    rows = ef_bv.ablate_k(settings)
+    assert [r["value"] for r in rows] == [1, 3, 7, 15, 22, 30]
+    assert rows[0]["predicted"] == pytest.approx(1)  # k' = k: one method
+    predicted = [r["predicted"] for r in ef_bv.ablate_n(settings)]
+    assert predicted == sorted(predicted, reverse=True)
+    record = ef_bv.stepsizes(settings)
+    assert record.metrics["loss"].shape == (22, 1, 6)
+    assert {"ablate_k.png", "ablate_n.png", "stepsizes.png"} <= {path.name for path in settings.out.iterdir()}
+
+
+def test_the_table_finds_exactly_the_wrong_cells_that_need_no_data():
+    cells = ef_bv_table.cells(("mushrooms", "phishing", "a9a", "w8a"), read_data=False)
+    wrong = {(c.dataset, c.k, c.xi, c.quantity) for c in cells if c.verdict == "differs"}
+    assert wrong == {
+        ("mushrooms", 1, 2, "lambda EF21"),
+        ("phishing", 2, 1, "r"),
+        ("a9a", 2, 1, "omega_ran"),
+    }
+    assert sum(c.corrected is not None for c in cells) == 108 and len(cells) == 132
+
+
+@pytest.mark.slow
+def test_the_stepsizes_of_the_table_re_derive_from_the_data(real_data):
+    cells = [c for c in ef_bv_table.cells(("mushrooms", "a9a"), read_data=True) if c.quantity.startswith("gamma")]
+    wrong = {(c.dataset, c.k, c.xi, c.quantity) for c in cells if c.verdict != "ok"}
+    assert wrong == {("a9a", 1, 2, "gamma EF21")}  # E4(d)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mushrooms", "phishing"])
+@pytest.mark.parametrize(("k", "xi"), ef_bv.SETTINGS)
+def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, tmp_path):
+    settings = dataclasses.replace(ef_bv.Settings(), rounds=250, out=tmp_path, progress=False)
+    record = ef_bv.compare(ef_bv.problem(name, settings, xi), k, settings, "run")
+    rows = ef_bv.bits_to_targets(record, (0.99, 0.98, 0.97))
+    assert len(rows) >= 2
+    for found in rows:
+        assert found["ratio"] < 1
+    assert rows[-1]["ratio"] == pytest.approx(record.config["predicted"], rel=0.1)
