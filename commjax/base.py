@@ -5,7 +5,7 @@ An algorithm is a pair of pure functions over pytrees, a compressor a member of 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -89,16 +89,8 @@ class Round(NamedTuple):
         return jax.random.fold_in(self.key, self.id)
 
 
-@runtime_checkable
-class InitFn(Protocol):
-    def __call__(self, params: Params, ids: Shaped[Array, "n"], **per_client: PyTree) -> State: ...
-
-
-@runtime_checkable
-class StepFn(Protocol):
-    def __call__(
-        self, key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None
-    ) -> tuple[State, Metrics]: ...
+InitFn = Callable[..., State]  # (params, ids, **per_client)
+StepFn = Callable[..., tuple[State, Metrics]]  # (key, hparams, state, batch, *, axis_name=None)
 
 
 class Algorithm(NamedTuple):

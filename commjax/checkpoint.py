@@ -81,7 +81,11 @@ def save(path: str | Path, state: PyTree, history: dict[str, np.ndarray], identi
 
     arrays = {f"state/{p}": _raw(np.asarray(leaf)) for p, leaf in _leaves(state).items()}
     arrays |= {f"history/{name}": np.asarray(values, np.float64) for name, values in history.items()}
-    metadata = {"format": _FORMAT, "structure": json.dumps(_structure(state)), "identity": json.dumps(identity)}
+    metadata = {
+        "format": _FORMAT,
+        "structure": json.dumps(_structure(state)),
+        "identity": json.dumps(identity),
+    }
     write_atomically(path, to_bytes(arrays, metadata))
 
 

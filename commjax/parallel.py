@@ -63,7 +63,12 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
 
     def step(key, hparams, state, batch, *, axis_name=None):
         _check(state, num_devices)
-        out, metrics = mapped(key, hparams, state._replace(clients=split_rows(state.clients, num_devices)), split_rows(batch, num_devices))
+        out, metrics = mapped(
+            key,
+            hparams,
+            state._replace(clients=split_rows(state.clients, num_devices)),
+            split_rows(batch, num_devices),
+        )
         return out._replace(clients=merge_rows(out.clients)), metrics
 
     return step

@@ -24,7 +24,13 @@ def progress_bar(
     if not console.is_terminal:  # a log file: no animation
         yield _plain(label, total, done)
         return
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[values]}"))
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[values]}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total, completed=done, values="")
         yield lambda done, values: bar.update(task, completed=done, values=_text(values))

@@ -28,9 +28,12 @@ def environment() -> dict[str, Any]:
 
     device = jax.devices()[0]
     return {
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in _PACKAGES},
+        },
         "device": f"{device.platform} {device.device_kind} x {jax.device_count()}",
-        "x64": bool(jax.config.jax_enable_x64),
+        "x64": jax.numpy.zeros(()).dtype == np.float64,
     }
 
 
@@ -65,7 +68,9 @@ class Record:
         per_round = np.asarray(self.metrics["bits_up"], np.float64)
         if convention is not None:
             if missing := {"d", "kept"} - self.config.keys():
-                raise ValueError(f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config")
+                raise ValueError(
+                    f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config"
+                )
             per_round = np.full_like(per_round, legacy_bits(convention, self.config["d"], self.config["kept"]))
         return (0.0 if convention else self.bits_init) + np.cumsum(per_round, axis=-1) - per_round
 
@@ -97,8 +102,10 @@ class Record:
         """`path`.json (settings, readable) and `path`.npz (numbers), each written atomically."""
         about = {"config": self.config, "environment": self.environment, "bits_init": self.bits_init}
         buffer = io.BytesIO()
-        arrays = {f"metrics/{k}": v for k, v in self.metrics.items()} | {f"evaluations/{k}": v for k, v in self.evaluations.items()}
-        np.savez_compressed(buffer, **arrays)
+        arrays = {f"metrics/{k}": v for k, v in self.metrics.items()} | {
+            f"evaluations/{k}": v for k, v in self.evaluations.items()
+        }
+        np.savez_compressed(buffer, allow_pickle=False, **arrays)
         write_atomically(f"{path}.npz", buffer.getvalue())
         write_atomically(f"{path}.json", json.dumps(_plain(about), indent=1).encode())
 

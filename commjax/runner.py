@@ -38,8 +38,8 @@ def minibatches(size: int) -> BatchFn:
         raise ValueError(f"minibatches: size must be at least 1, got {size}")
 
     def batch(key, ids, data):
-        counts = {leaf.shape[1] if leaf.ndim > 1 else None for leaf in jax.tree.leaves(data)}
-        if len(counts) != 1 or None in counts:
+        counts = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(data)}
+        if len(counts) != 1 or 0 in counts:
             shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
             raise ValueError(f"minibatches: every leaf of the data must be [clients, rows, ...], got shapes {shapes}")
         rows = counts.pop()
@@ -64,8 +64,8 @@ def run(
     num_rounds: int,
     batch_fn: BatchFn = full_batch,
     axis_name: str | None = None,
-) -> tuple[State, Metrics]:
-    """`num_rounds` rounds as one compiled program; metrics have one row per round.
+) -> tuple[State, Any]:
+    """`num_rounds` rounds as one compiled program; the second result is `Metrics` (see also `observe`), one row per round.
 
     `data` has a leading client axis.  The key is that of the run: what happens in round t depends on (key, t) only, so
     run(a + b) = run(b) after run(a).
@@ -96,7 +96,7 @@ def sweep(
     data: PyTree,
     num_rounds: int,
     batch_fn: BatchFn = full_batch,
-) -> tuple[State, Metrics]:
+) -> tuple[State, Any]:
     """Every hparams (leading axis h of its leaves) with every key (leading axis s): results have axes [h, s, ...].
 
     One program: the data is read once for all of them.
@@ -113,7 +113,7 @@ def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) 
 
     What the step computes as well (a gradient, say) the compiler computes once.
     """
-    fields = namedtuple("Metrics", (*Metrics._fields, *measures))  # noqa: PYI024  fields are known only here
+    fields = namedtuple("Metrics", (*Metrics._fields, *measures))
 
     def step(key, hparams, state, batch, *, axis_name=None):
         seen = {name: measure(state, batch) for name, measure in measures.items()}

@@ -76,5 +76,6 @@ def repeat(a: PyTree, n: int) -> PyTree:
 def varying_like(a: PyTree, *like: Array) -> PyTree:
     """a, marked as varying over the device axes of `like`: what the carry of a loop under `shard_map` has to be."""
     # By arithmetic that compiles to nothing: the type's own attribute has changed its name between JAX versions.
-    never = sum((one.reshape(-1)[0] != one.reshape(-1)[0]).astype(jnp.int32) for one in like) > 1000
+    first = jnp.stack([one.reshape(-1)[0] != one.reshape(-1)[0] for one in like])
+    never = jnp.sum(first) > len(like)
     return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), a)

@@ -12,6 +12,7 @@ Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels
 Killed runs go on from results/ef_bv/*.ckpt when the same command is given again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,12 @@ SETTINGS = ((1, 1), (1, 2), (2, 1))  # (k, xi), one row of the main figure each
 
 @dataclass(frozen=True)
 class Settings:
-    datasets: tuple[str, ...] = ("mushrooms", "phishing", "a9a", "w8a")  # LibSVM names, or breast_cancer (embedded)
+    datasets: tuple[str, ...] = (
+        "mushrooms",
+        "phishing",
+        "a9a",
+        "w8a",
+    )  # LibSVM names, or breast_cancer (embedded)
     n: int = 1000  # clients
     rounds: int = 10_000  # of each run
     mu: float = 0.1  # weight of the regulariser
@@ -56,7 +62,7 @@ class Problem(NamedTuple):
 
     name: str
     data: partition.ClientData  # leading client axis
-    value_and_grad: object  # one client's
+    value_and_grad: Callable  # one client's
     smoothness: Smoothness
     floor: float  # f*, or 0 where there is none
     d: int
@@ -74,14 +80,24 @@ def problem(name: str, settings: Settings, xi: int = 1, n: int | None = None, no
         loss, floor = partial(logistic.nonconvex_loss, lam=settings.mu), 0.0
         smoothness = logistic.nonconvex_constants(dataset, rows, settings.mu)
     else:
-        loss, floor = partial(logistic.loss, mu=settings.mu), logistic.optimum(dataset, rows, settings.mu).value
+        loss, floor = (
+            partial(logistic.loss, mu=settings.mu),
+            logistic.optimum(dataset, rows, settings.mu).value,
+        )
         smoothness = logistic.constants(dataset, rows, settings.mu)
     data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
     return Problem(name, data, jax.value_and_grad(loss), smoothness, floor, dataset.features.shape[1])
 
 
 def compare(
-    problem: Problem, k: int, settings: Settings, label: str, *, k_top: int | None = None, factors=(1.0,), nonconvex=False
+    problem: Problem,
+    k: int,
+    settings: Settings,
+    label: str,
+    *,
+    k_top: int | None = None,
+    factors=(1.0,),
+    nonconvex=False,
 ) -> Record:
     """Both methods at their theoretical hparams (times each factor) from the same start, as one vmapped program.
 
@@ -91,7 +107,10 @@ def compare(
     regime = "nonconvex" if nonconvex else "pl"
     compressor = compressors.rounded(compressors.comp(k, k_top or problem.d // 2))
     constants = compressor.constants(problem.d, n)
-    hparams = [ef_bv.theoretical(constants, problem.smoothness, regime), ef_bv.ef21(constants, problem.smoothness, regime)]
+    hparams = [
+        ef_bv.theoretical(constants, problem.smoothness, regime),
+        ef_bv.ef21(constants, problem.smoothness, regime),
+    ]
     grid = runner.stack([h._replace(gamma=h.gamma * factor) for h in hparams for factor in factors])
     algorithm = ef_bv.ef_bv(problem.value_and_grad, compressor)
     if nonconvex:
@@ -133,12 +152,17 @@ def squared_gradient(value_and_grad, state, batch):
 
 def predicted_ratio(constants) -> float:
     """sqrt(r_av / r): EF21's error factor over EF-BV's"""
-    lam, nu = theory.best_scaling(constants.eta, constants.omega), theory.best_scaling(constants.eta, constants.omega_ran)
+    lam, nu = (
+        theory.best_scaling(constants.eta, constants.omega),
+        theory.best_scaling(constants.eta, constants.omega_ran),
+    )
     r_av = theory.contraction(constants.eta, constants.omega_ran, nu)
     return float(np.sqrt(r_av / theory.contraction(constants.eta, constants.omega, lam)))
 
 
-def bits_to_targets(record: Record, fractions=(0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01), metric: str = "loss") -> list[dict]:
+def bits_to_targets(
+    record: Record, fractions=(0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01), metric: str = "loss"
+) -> list[dict]:
     """For each fraction of the first gap that both methods reach: rounds and bits of each (h_i^0 apart), and their ratio."""
     gap = record.metrics[metric][:, 0] - (record.config["floor"] if metric == "loss" else 0.0)
     bits = record.bits_up()[:, 0] - record.bits_init
@@ -148,7 +172,14 @@ def bits_to_targets(record: Record, fractions=(0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.
         if all(len(hit) for hit in hits):
             spent = [float(row[hit[0]]) for row, hit in zip(bits, hits)]
             rounds = [int(hit[0]) for hit in hits]
-            found.append({"fraction": fraction, "rounds": rounds, "bits": spent, "ratio": spent[0] / max(spent[1], 1.0)})
+            found.append(
+                {
+                    "fraction": fraction,
+                    "rounds": rounds,
+                    "bits": spent,
+                    "ratio": spent[0] / max(spent[1], 1.0),
+                }
+            )
     return found
 
 
@@ -167,7 +198,11 @@ def grid_figure(records: dict[tuple[str, int, int], Record], metric: str, ylabel
     names = list(dict.fromkeys(name for name, _, _ in records))
     rows = list(dict.fromkeys((k, xi) for _, k, xi in records))
     figure, axes = plt.subplots(
-        len(rows), len(names), figsize=(1.8 * len(names) + 0.3, 1.65 * len(rows) + 0.3), squeeze=False, layout="constrained"
+        len(rows),
+        len(names),
+        figsize=(1.8 * len(names) + 0.3, 1.65 * len(rows) + 0.3),
+        squeeze=False,
+        layout="constrained",
     )
     for (name, k, xi), record in records.items():
         panel_axes = axes[rows.index((k, xi)), names.index(name)]
@@ -181,12 +216,16 @@ def grid_figure(records: dict[tuple[str, int, int], Record], metric: str, ylabel
 
 def report(records: dict[tuple[str, int, int], Record], metric: str = "loss") -> str:
     """Measured bits of EF-BV over EF21 at every target that both reach, beside the prediction."""
-    lines = [f"{'data set':12} {'k':>2} {'xi':>2} {'target':>7} {'EF-BV bits':>12} {'EF21 bits':>12} {'ratio':>6} {'sqrt(r_av/r)':>13}"]
+    lines = [
+        f"{'data set':12} {'k':>2} {'xi':>2} {'target':>7} {'EF-BV bits':>12} {'EF21 bits':>12} {'ratio':>6} {'sqrt(r_av/r)':>13}"
+    ]
     for (name, k, xi), record in records.items():
         for row in bits_to_targets(record, metric=metric):
             a, b = row["bits"]
             predicted = record.config["predicted"]
-            lines.append(f"{name:12} {k:2d} {xi:2d} {row['fraction']:7g} {a:12.0f} {b:12.0f} {row['ratio']:6.3f} {predicted:13.3f}")
+            lines.append(
+                f"{name:12} {k:2d} {xi:2d} {row['fraction']:7g} {a:12.0f} {b:12.0f} {row['ratio']:6.3f} {predicted:13.3f}"
+            )
     return "\n".join(lines)
 
 
@@ -209,12 +248,19 @@ def nonconvex(settings: Settings) -> dict[tuple[str, int, int], Record]:
     names = settings.datasets if settings.datasets != Settings.datasets else settings.datasets[:3]
     records = {
         (name, k, xi): compare(
-            problem(name, settings, xi, nonconvex=True), k, settings, f"nonconvex_{name}_k{k}_xi{xi}", nonconvex=True
+            problem(name, settings, xi, nonconvex=True),
+            k,
+            settings,
+            f"nonconvex_{name}_k{k}_xi{xi}",
+            nonconvex=True,
         )
         for name in names
         for k, xi in SETTINGS
     }
-    plots.save(grid_figure(records, "sq_grad", r"$\min_{s \leq t} |\nabla f(x^s)|^2$"), settings.out / "nonconvex.png")
+    plots.save(
+        grid_figure(records, "sq_grad", r"$\min_{s \leq t} |\nabla f(x^s)|^2$"),
+        settings.out / "nonconvex.png",
+    )
     text = report(records, "sq_grad")
     (settings.out / "nonconvex.txt").write_text(text + "\n")
     print(text)
@@ -244,8 +290,10 @@ def _ablation(settings: Settings, values, run, xlabel: str, file: str) -> list[d
             rows.append({"dataset": name, "value": value, "ratio": ratio, "predicted": record.config["predicted"]})
             print(f"{name:12} {xlabel} = {value:6d}: measured {ratio:.3f}, predicted {rows[-1]['predicted']:.3f}")
     pick = {name: [row for row in rows if row["dataset"] == name] for name in names}
-    columns = ([[row[key] for row in pick[name]] for name in names] for key in ("value", "ratio", "predicted"))
-    ratio_figure(*columns, xlabel, names, settings.out / file)
+    xs, measured, predicted = (
+        [[row[key] for row in pick[name]] for name in names] for key in ("value", "ratio", "predicted")
+    )
+    ratio_figure(xs, measured, predicted, xlabel, names, settings.out / file)
     return rows
 
 
@@ -253,7 +301,9 @@ def ablate_n(settings: Settings) -> list[dict]:
     """The more clients, the smaller omega_ran and the larger EF-BV's lead; the last point is one row a client."""
     return _ablation(
         settings,
-        lambda name: [n for n in (10, 30, 100, 300, 1000, 3000) if n < len(load(name).labels)] + [len(load(name).labels)],
+        lambda name: (
+            [n for n in (10, 30, 100, 300, 1000, 3000) if n < len(load(name).labels)] + [len(load(name).labels)]
+        ),
         lambda name, n: compare(problem(name, settings, n=n), 1, settings, f"{name}_n{n}"),
         "clients n",
         "ablate_n.png",
@@ -262,7 +312,11 @@ def ablate_n(settings: Settings) -> list[dict]:
 
 def ablate_k(settings: Settings) -> list[dict]:
     """k' = k is top-k, where the two methods are one; k' = d is rand-k."""
-    dimension = {name: load(name).features.shape[1] for name in set(settings.datasets) | {"mushrooms", "phishing"} if name in settings.datasets}
+    dimension = {
+        name: load(name).features.shape[1]
+        for name in set(settings.datasets) | {"mushrooms", "phishing"}
+        if name in settings.datasets
+    }
     return _ablation(
         settings,
         lambda name: [1, *(dimension[name] * part // 8 for part in (1, 2, 4, 6, 8))],
@@ -274,7 +328,7 @@ def ablate_k(settings: Settings) -> list[dict]:
 
 def stepsizes(settings: Settings) -> Record:
     """The gap after all rounds against gamma / (theoretical gamma), for both methods, in one vmapped program."""
-    factors = tuple(2.0**power for power in range(0, 11))
+    factors = tuple(2.0**power for power in range(11))
     name = settings.datasets[0]
     record = compare(problem(name, settings), 1, settings, f"{name}_stepsizes", factors=factors)
     last = record.metrics["loss"][:, 0, -1].reshape(2, -1) - record.config["floor"]

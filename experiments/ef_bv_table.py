@@ -55,7 +55,15 @@ class Cell(NamedTuple):
 def _last_digit(value: float) -> float:
     """The worth of the last printed digit: 3 significant ones, or 3 decimals."""
     text = f"{value:.2e}"
-    return 10.0 ** (int(text.split("e")[1]) - 2) if value < 0.1 else 0.001 if value < 1 else 1.0 if value == int(value) else 0.1
+    return (
+        10.0 ** (int(text.split("e")[1]) - 2)
+        if value < 0.1
+        else 0.001
+        if value < 1
+        else 1.0
+        if value == int(value)
+        else 0.1
+    )
 
 
 def _without_data(d: int, k: int, n: int) -> dict[str, float]:
@@ -63,7 +71,17 @@ def _without_data(d: int, k: int, n: int) -> dict[str, float]:
     eta, omega, omega_ran = compressors.comp(k, d // 2).constants(d, n)
     lam, nu = theory.best_scaling(eta, omega), theory.best_scaling(eta, omega_ran)
     r, r_av = theory.contraction(eta, omega, lam), theory.contraction(eta, omega_ran, nu)
-    values = (eta, omega, omega_ran, lam, lam, r, r_av, (r_av / r) ** 0.5, theory.s_star(r, theory.one_minus_r(eta, omega, lam)))
+    values = (
+        eta,
+        omega,
+        omega_ran,
+        lam,
+        lam,
+        r,
+        r_av,
+        (r_av / r) ** 0.5,
+        theory.s_star(r, theory.one_minus_r(eta, omega, lam)),
+    )
     return dict(zip(QUANTITIES, values))
 
 

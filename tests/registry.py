@@ -87,9 +87,7 @@ def on_quadratics(
     """An EF-BV with its theoretical stepsize; `shifted`: h_i^0 is the client's first gradient."""
     constants = COMPRESSORS[compressor].constants(D, N)
     hparams = (tuned or ef_bv.theoretical)(constants, quadratic.constants(PROBLEM))
-    algorithm = ef_bv.ef_bv(
-        VALUE_AND_GRAD, COMPRESSORS[compressor], None if weight is None else prox.l1(weight)
-    )
+    algorithm = ef_bv.ef_bv(VALUE_AND_GRAD, COMPRESSORS[compressor], None if weight is None else prox.l1(weight))
     data, params = cast(PROBLEM, dtype), start(dtype)
     per_client = {"shift": jax.vmap(VALUE_AND_GRAD, (None, 0))(params, data)[1]} if shifted else {}
     return Case(name, algorithm, hparams, params, data, jnp.asarray(IDS), per_client)
@@ -97,9 +95,7 @@ def on_quadratics(
 
 def on_gradient_descent(name: str, dtype: Any) -> Case:
     hparams = ef_bv.gradient_descent(quadratic.constants(PROBLEM))
-    return Case(
-        name, ef_bv.gd(VALUE_AND_GRAD), hparams, start(dtype), cast(PROBLEM, dtype), jnp.asarray(IDS), {}
-    )
+    return Case(name, ef_bv.gd(VALUE_AND_GRAD), hparams, start(dtype), cast(PROBLEM, dtype), jnp.asarray(IDS), {})
 
 
 def tree_loss(params: Any, data: quadratic.Quadratic) -> jax.Array:

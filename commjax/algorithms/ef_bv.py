@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree
 
 from commjax import clients, tree
 from commjax.base import Algorithm, Compressor, Constants, Params, State
@@ -16,9 +16,9 @@ from commjax.theory import ef_bv as theory
 class HParams(NamedTuple):
     """gamma: stepsize; lam (lambda): scaling of the control variates; nu: scaling of the gradient estimate."""
 
-    gamma: float | Shaped[Array, "..."]
-    lam: float | Shaped[Array, "..."]
-    nu: float | Shaped[Array, "..."]
+    gamma: Any
+    lam: Any
+    nu: Any
 
 
 class Server(NamedTuple):
@@ -92,7 +92,12 @@ def gd(value_and_grad, regularizer: Regularizer | None = None) -> Algorithm:
 
 
 def theoretical(
-    constants: Constants, smoothness: Smoothness, regime: str = "pl", *, lam: float | None = None, nu: float | None = None
+    constants: Constants,
+    smoothness: Smoothness,
+    regime: str = "pl",
+    *,
+    lam: float | None = None,
+    nu: float | None = None,
 ) -> HParams:
     """lambda*, nu* (or those given) and the largest gamma that the theorem allows.
 
@@ -138,4 +143,3 @@ def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
 def gradient_descent(smoothness: Smoothness) -> HParams:
     """gamma = 1/L for `gd`."""
     return HParams(1 / smoothness.L, 1.0, 1.0)
-

@@ -30,6 +30,7 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
         return Constants(factor * eta + 1 - factor, factor**2 * omega, factor**2 * omega_ran)
 
     def outcomes(xs):
+        assert compressor.outcomes is not None
         probability, values = compressor.outcomes(xs)
         return probability, factor * values
 
@@ -70,6 +71,8 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
         compress=compress,
         constants=constants,
         encode=lambda key, x, id=0, n=1: compressor.encode(key, down(x), id, n),
-        decode=lambda key, data, like, id=0, n=1: up(compressor.decode(key, data, down(tree.zeros_like(like)), id, n), like),
+        decode=lambda key, data, like, id=0, n=1: up(
+            compressor.decode(key, data, down(tree.zeros_like(like)), id, n), like
+        ),
         outcomes=None,
     )

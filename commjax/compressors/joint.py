@@ -39,16 +39,16 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         here, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
         value = jax.lax.optimization_barrier(value)  # as in `scaled`
-        sent = jax.tree.map(lambda leaf: jnp.where(here, leaf * jnp.asarray(n / m, leaf.dtype), jnp.zeros_like(leaf)), value)
+        sent = jax.tree.map(
+            lambda leaf: jnp.where(here, leaf * jnp.asarray(n / m, leaf.dtype), jnp.zeros_like(leaf)), value
+        )
         return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
 
     def constants(d, n=1):
         check(n)
         eta, omega, omega_ran = inner.constants(d, n)
         spread = 0.0 if n == 1 else (n - m) / (m * (n - 1))
-        return Constants(
-            eta, n / m * omega + (n / m - 1) * (1 + eta) ** 2, n / m * omega_ran + spread * (1 + eta) ** 2
-        )
+        return Constants(eta, n / m * omega + (n / m - 1) * (1 + eta) ** 2, n / m * omega_ran + spread * (1 + eta) ** 2)
 
     def encode(key, x, id=0, n=1):
         here, key = draw(key, id, n)
@@ -65,6 +65,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
 
     def outcomes(xs):
         n = len(xs)
+        assert inner.outcomes is not None
         probability, values = inner.outcomes(xs)
         here = np.array([[i in chosen for i in range(n)] for chosen in itertools.combinations(range(n), m)])
         joint = np.where(here[:, None, :, None], n / m * values[None], 0.0).reshape(-1, *xs.shape)
@@ -72,7 +73,13 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
 
     name = f"{m}-nice" + ("" if compressor is None else f"({inner.name})")
     return Compressor(
-        name, compress, constants, encode, decode, lambda d, n=1: m / n * inner.kept(d, n), inner.outcomes and outcomes
+        name,
+        compress,
+        constants,
+        encode,
+        decode,
+        lambda d, n=1: m / n * inner.kept(d, n),
+        inner.outcomes and outcomes,
     )
 
 
@@ -147,7 +154,10 @@ def perm_k() -> Compressor:
         "perm-k",
         compress=compress,
         bits=bits,
-        pack=from_value(compress, lambda key, value, id, n: wire.encode_values(value[np.asarray(owned(key, len(value), id, n))])),
+        pack=from_value(
+            compress,
+            lambda key, value, id, n: wire.encode_values(value[np.asarray(owned(key, len(value), id, n))]),
+        ),
         unpack=unpack,
         constants=constants,
         kept=lambda d, n: max(1.0, d / n),

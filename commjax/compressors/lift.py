@@ -86,7 +86,9 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
     def compress(key, x, id=0, n=1):
         parts, treedef = leaves(key, x)
         messages = [one.compress(k, leaf, id, n) for k, leaf, one in parts]
-        return Message(treedef.unflatten([m.value for m in messages]), sum(m.bits for m in messages))
+        return Message(
+            treedef.unflatten([m.value for m in messages]), sum((m.bits for m in messages), start=jnp.zeros(()))
+        )
 
     def constants(sizes: int | Sequence[int], n: int = 1) -> Constants:
         sizes = [sizes] if isinstance(sizes, int) else sizes
@@ -108,7 +110,7 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         return treedef.unflatten(values)
 
     def kept(sizes: int | Sequence[int], n: int = 1) -> float:
-        return sum(at(d).kept(d, n) for d in ([sizes] if isinstance(sizes, int) else sizes))
+        return float(sum(at(d).kept(d, n) for d in ([sizes] if isinstance(sizes, int) else sizes)))
 
     name = f"leafwise({compressor.name if isinstance(compressor, Compressor) else 'function of size'})"
     return Compressor(name, compress, constants, encode, decode, kept)

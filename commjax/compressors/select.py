@@ -166,7 +166,9 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
         return number + 1, jnp.maximum(chosen, jnp.stack(slots)), found
 
     start = (jnp.int32(0), jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32))
-    _, chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, varying_like(start, jax.random.key_data(key), keys))
+    _, chosen, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2] < k), turn, varying_like(start, jax.random.key_data(key), keys)
+    )
     position = jnp.arange(d, dtype=jnp.int32)
     return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
 

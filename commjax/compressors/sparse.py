@@ -34,9 +34,7 @@ def _masked(x, mask, factor=1.0):
     return jnp.where(mask, x if factor == 1.0 else x * jnp.asarray(factor, x.dtype), jnp.zeros((), x.dtype))
 
 
-def _at_unknown_positions(
-    name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable
-) -> Compressor:
+def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable) -> Compressor:
     """k values whose positions depend on the data and must be sent."""
 
     def pack(key, value, id, n):

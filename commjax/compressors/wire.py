@@ -54,9 +54,11 @@ def sparse_bits(d: int, k: int, value_bits: int) -> int:
 
 def pack_integers(values: np.ndarray, width: int) -> Bits:
     """Each value as `width` bits, the low bit first."""
-    return ((np.asarray(values).astype(np.uint64)[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1)).astype(
-        np.uint8
-    ).reshape(-1)
+    return (
+        ((np.asarray(values).astype(np.uint64)[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1))
+        .astype(np.uint8)
+        .reshape(-1)
+    )
 
 
 def unpack_integers(bits: Bits, width: int) -> np.ndarray:

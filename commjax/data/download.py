@@ -50,7 +50,7 @@ def sha256_of_text(path: str | os.PathLike, suffix: str | None = None) -> str:
     e3b0c442
     """
     with open(path, "rb") as raw:
-        text = unpack(raw, Path(path).suffix if suffix is None else suffix)
+        text: Any = unpack(raw, Path(path).suffix if suffix is None else suffix)
         return hashlib.file_digest(text, "sha256").hexdigest()
 
 

@@ -15,6 +15,6 @@ def breast_cancer() -> Dataset:
         from sklearn.datasets import load_breast_cancer
     except ImportError as error:
         raise ImportError("breast_cancer needs scikit-learn: pip install 'commjax[data]'") from error
-    raw = load_breast_cancer()
-    features = (raw.data - raw.data.mean(axis=0)) / raw.data.std(axis=0)
-    return Dataset(features, np.where(raw.target == 1, 1.0, -1.0), "breast_cancer")
+    raw, target = (np.asarray(part) for part in load_breast_cancer(return_X_y=True))
+    features = (raw - raw.mean(axis=0)) / raw.std(axis=0)
+    return Dataset(features, np.where(target == 1, 1.0, -1.0), "breast_cancer")

@@ -170,9 +170,7 @@ def load(
     if not path.is_file():
         name = str(name)
         if not _DATASET_NAME.fullmatch(name):
-            raise ValueError(
-                f"load: {name!r} is no file; allowed: an existing path, or a name such as 'mushrooms'"
-            )
+            raise ValueError(f"load: {name!r} is no file; allowed: an existing path, or a name such as 'mushrooms'")
         cache = Path(cache or os.environ.get("COMMJAX_CACHE") or Path.home() / ".cache" / "commjax")
         folder = folder or os.environ.get("COMMJAX_DATA")
         places = [Path(folder), Path(folder, "libsvm")] if folder else []

@@ -81,14 +81,10 @@ def check(dataset: Dataset, rows: Rows) -> None:
             raise ValueError(f"client {i} has no rows; allowed: at least one")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= num_rows:
-            raise ValueError(
-                f"client {i} has a row id outside {dataset.name}'s 0..{num_rows - 1}: {low} to {high}"
-            )
+            raise ValueError(f"client {i} has a row id outside {dataset.name}'s 0..{num_rows - 1}: {low} to {high}")
     bad = np.flatnonzero(~np.isfinite(dataset.features).all(axis=1) | (np.abs(dataset.labels) != 1.0))
     if bad.size:
-        raise ValueError(
-            f"{dataset.name}: row {bad[0]} has a non-finite feature or a label that is not -1 or +1"
-        )
+        raise ValueError(f"{dataset.name}: row {bad[0]} has a non-finite feature or a label that is not -1 or +1")
 
 
 def stack(dataset: Dataset, rows: Rows) -> ClientData:

@@ -130,9 +130,7 @@ def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
     return smoothness(np.array([norms[ids].mean() / 4 + mu for ids in rows]), mu=mu)
 
 
-def optimum(
-    dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_iterations: int = 100
-) -> Optimum:
+def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_iterations: int = 100) -> Optimum:
     """Minimise f = (1/n) sum_i f_i of ``loss`` to |grad f| <= tol, by a damped Newton method on the host.
 
     Holds if: mu > 0. A tolerance beyond float64, or too few iterations, is a RuntimeError.

@@ -205,7 +205,9 @@ def main(settings: Settings) -> dict[str, float]:
     command = [sys.executable, "-c", FIRST_ROUND]
     first = min(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(2))
 
-    print(f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, n={settings.n}, d={settings.d}, float32")
+    print(
+        f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, n={settings.n}, d={settings.d}, float32"
+    )
     for name, value in seconds.items():
         print(f"  {name:26} {value * 1e3:9.3f} ms a round")
     fast = seconds["EF-BV"]

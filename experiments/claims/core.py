@@ -73,7 +73,9 @@ def resume_is_exact() -> Claim:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.ckpt"
         runner.loop(key, algorithm, hparams, state, data, ROUNDS // 3, chunk=20, checkpoint=path, progress=False)
-        resumed, _ = runner.loop(key, algorithm, hparams, state, data, ROUNDS, chunk=20, checkpoint=path, progress=False)
+        resumed, _ = runner.loop(
+            key, algorithm, hparams, state, data, ROUNDS, chunk=20, checkpoint=path, progress=False
+        )
     equal = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed)))
     return Claim(
         METHOD, "A run that was stopped goes on bit for bit", "ours",

@@ -35,7 +35,9 @@ def compare(**kwargs):
     """A run of both methods whose files nobody needs afterwards."""
     nonconvex = kwargs.get("nonconvex", False)
     with TemporaryDirectory() as folder:
-        return experiment.compare(breast_cancer(nonconvex), 1, replace(SETTINGS, out=Path(folder)), "scorecard", **kwargs)
+        return experiment.compare(
+            breast_cancer(nonconvex), 1, replace(SETTINGS, out=Path(folder)), "scorecard", **kwargs
+        )
 
 
 def comp_constants() -> Claim:
@@ -216,7 +218,12 @@ def diana_with_bias() -> Claim:
     hparams = ef_bv.diana(compressor.constants(d, n), problem.smoothness, "pl")
     algorithm = ef_bv.ef_bv(problem.value_and_grad, compressor)
     _, metrics = runner.run(
-        jax.random.key(0), algorithm, hparams, algorithm.init(jnp.zeros(d), jnp.arange(n)), problem.data, rounds
+        jax.random.key(0),
+        algorithm,
+        hparams,
+        algorithm.init(jnp.zeros(d), jnp.arange(n)),
+        problem.data,
+        rounds,
     )
     first, last = (float(value) - problem.floor for value in (metrics.loss[0], metrics.loss[-1]))
     return Claim(

@@ -45,12 +45,8 @@ def soft(x, threshold):
 
 
 def test_three_steps_are_the_golden_ones():
-    golden = json.loads((Path(__file__).parents[1] / "data/goldens_ef_bv.json").read_text())[
-        "efbv_trajectory"
-    ]
-    data = quadratic.Quadratic(
-        jnp.array([jnp.diag(jnp.array(row)) for row in golden["Hs"]]), jnp.array(golden["cs"])
-    )
+    golden = json.loads((Path(__file__).parents[1] / "data/goldens_ef_bv.json").read_text())["efbv_trajectory"]
+    data = quadratic.Quadratic(jnp.array([jnp.diag(jnp.array(row)) for row in golden["Hs"]]), jnp.array(golden["cs"]))
     algorithm = ef_bv.ef_bv(value_and_grad, c.top_k(1))
     hparams = ef_bv.HParams(golden["gamma"], golden["lam"], golden["nu"])
     state = algorithm.init(jnp.array(golden["x0"], float), jnp.arange(2))
@@ -106,9 +102,7 @@ def test_nu_equal_to_lambda_is_the_original_ef21_with_a_scaled_compressor(compre
     ours = ef_bv.ef_bv(value_and_grad, compressor)
     original = ef_bv.ef_bv(value_and_grad, c.scaled(lam, compressor))
     one, _ = runner.run(KEY, ours, ef_bv.HParams(gamma, lam, nu), ours.init(jnp.ones(D), IDS), DATA, 50)
-    two, _ = runner.run(
-        KEY, original, ef_bv.HParams(gamma, 1.0, 1.0), original.init(jnp.ones(D), IDS), DATA, 50
-    )
+    two, _ = runner.run(KEY, original, ef_bv.HParams(gamma, 1.0, 1.0), original.init(jnp.ones(D), IDS), DATA, 50)
     chex.assert_trees_all_close(one, two, rtol=1e-9, atol=1e-12)
 
 
@@ -222,9 +216,7 @@ def test_minibatch_gradients_are_unbiased():
         for i, g in enumerate(grad(x, batch)):
             row = np.flatnonzero((np.asarray(data.features[i]) == np.asarray(batch.features[i, 0])).all(-1))
             seen[i].setdefault(int(row[0]), np.asarray(g))
-    for i, exact in enumerate(
-        grad(x, data)
-    ):  # all three rows are drawn, each equally likely: the mean is exact
+    for i, exact in enumerate(grad(x, data)):  # all three rows are drawn, each equally likely: the mean is exact
         assert len(seen[i]) == 3
         np.testing.assert_allclose(np.mean(list(seen[i].values()), axis=0), exact, rtol=1e-12)
 
@@ -233,9 +225,7 @@ def test_stochastic_gradients_train():
     data = tiny_rows()
     algorithm = ef_bv.ef_bv(jax.value_and_grad(lambda x, one: logistic.loss(x, one, 0.1)), c.rand_k(1))
     start = algorithm.init(jnp.array([3.0, 3.0, -3.0]), jnp.arange(2))
-    state, _ = runner.run(
-        KEY, algorithm, ef_bv.HParams(0.05, 0.1, 0.5), start, data, 400, runner.minibatches(2)
-    )
+    state, _ = runner.run(KEY, algorithm, ef_bv.HParams(0.05, 0.1, 0.5), start, data, 400, runner.minibatches(2))
     full = jax.vmap(lambda x, one: logistic.loss(x, one, 0.1), in_axes=(None, 0))
     assert full(state.server.params, data).mean() < full(start.server.params, data).mean() - 0.5
 
@@ -249,9 +239,7 @@ def test_a_nested_tree_takes_the_steps_of_its_flat_vector():
 
     hparams = ef_bv.HParams(0.2, 0.5, 0.9)
     one = ef_bv.ef_bv(value_and_grad, c.top_k(3), prox.l1(0.1))
-    two = ef_bv.ef_bv(
-        jax.value_and_grad(lambda p, data: quadratic.loss(flat(p), data)), c.top_k(3), prox.l1(0.1)
-    )
+    two = ef_bv.ef_bv(jax.value_and_grad(lambda p, data: quadratic.loss(flat(p), data)), c.top_k(3), prox.l1(0.1))
     x, shift = jnp.linspace(-1.0, 1.0, D), jnp.asarray(gradients(np.ones(D)))
     expected, _ = runner.run(KEY, one, hparams, one.init(x, IDS, shift=shift), DATA, 20)
     found, metrics = runner.run(KEY, two, hparams, two.init(split(x), IDS, shift=split(shift)), DATA, 20)

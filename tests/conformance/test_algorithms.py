@@ -77,13 +77,10 @@ def test_a_jitted_step_equals_an_eager_one(name):
 def test_changing_hyperparameters_and_keys_trace_once_and_matter(name):
     case = build(name)
     results = [
-        stepper(name)(KEY, scaled(case.hparams, factor), case.init(), case.data)[0]
-        for factor in (1.0, 0.7, 0.5)
+        stepper(name)(KEY, scaled(case.hparams, factor), case.init(), case.data)[0] for factor in (1.0, 0.7, 0.5)
     ]
     stepper(name)(jax.random.key(8), case.hparams, case.init(), case.data)
-    first, *others = [
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.server.params)]) for s in results
-    ]
+    first, *others = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.server.params)]) for s in results]
     assert all(np.abs(other - first).max() > 1e-6 for other in others)
 
 
@@ -95,9 +92,7 @@ def test_a_vmapped_sweep_equals_a_loop_over_hyperparameters_and_keys(name):
     state, metrics = runner.sweep(keys, case.algorithm, runner.stack(settings), case.init(), case.data, 2)
     for h, hparams in enumerate(settings):
         for s, key in enumerate(keys):
-            alone = runner.run(
-                key, case.algorithm, jax.tree.map(jnp.asarray, hparams), case.init(), case.data, 2
-            )
+            alone = runner.run(key, case.algorithm, jax.tree.map(jnp.asarray, hparams), case.init(), case.data, 2)
             close(jax.tree.map(lambda leaf, h=h, s=s: leaf[h, s], (state, metrics)), alone)
 
 

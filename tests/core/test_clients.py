@@ -136,9 +136,7 @@ def toy():
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_a_federated_round_calls_each_part_with_what_it_promises(devices):
     algorithm, key = toy(), jax.random.key(3)
-    step = (
-        algorithm.step if devices is None else parallel.shard_step(algorithm, parallel.client_mesh(devices))
-    )
+    step = algorithm.step if devices is None else parallel.shard_step(algorithm, parallel.client_mesh(devices))
     state = algorithm.init(jnp.asarray(2.0), jnp.arange(8))
     data = jnp.arange(8.0) * 10
     for t in range(2):
@@ -147,9 +145,7 @@ def test_a_federated_round_calls_each_part_with_what_it_promises(devices):
         key_round = jax.random.fold_in(key, t)
         draws = np.array([jax.random.uniform(jax.random.fold_in(key_round, i), ()) for i in range(8)])
         np.testing.assert_allclose(state.clients.seen, draws, rtol=1e-14)
-        np.testing.assert_allclose(
-            float(state.server.params), x + 0.5 * np.mean(np.arange(8) + draws + 8), rtol=1e-12
-        )
+        np.testing.assert_allclose(float(state.server.params), x + 0.5 * np.mean(np.arange(8) + draws + 8), rtol=1e-12)
         np.testing.assert_allclose(metrics.loss, 35.0 * x, rtol=1e-12)
         assert (metrics.bits_up, metrics.bits_down, state.server.round) == (
             28.0,

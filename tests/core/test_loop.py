@@ -1,5 +1,7 @@
 """The loop over chunks: the same run, evaluated, recorded, resumed, refused, diverged."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,7 @@ CASE = build("ef-bv comp")
 KEY = jax.random.key(11)
 
 
-def loop(
-    rounds, key=KEY, algorithm=CASE.algorithm, hparams=CASE.hparams, data=CASE.data, state=None, **options
-):
+def loop(rounds, key=KEY, algorithm=CASE.algorithm, hparams=CASE.hparams, data=CASE.data, state=None, **options):
     state = CASE.init() if state is None else state
     return runner.loop(key, algorithm, hparams, state, data, rounds, **{"progress": False, **options})
 
@@ -28,10 +28,7 @@ def same_bits(found, wanted):
 
 
 def same_record(found, wanted):
-    assert (
-        found.metrics.keys() == wanted.metrics.keys()
-        and found.evaluations.keys() == wanted.evaluations.keys()
-    )
+    assert found.metrics.keys() == wanted.metrics.keys() and found.evaluations.keys() == wanted.evaluations.keys()
     same_bits((found.metrics, found.evaluations), (wanted.metrics, wanted.evaluations))
 
 
@@ -126,13 +123,19 @@ def test_fewer_rounds_than_were_done_are_refused(tmp_path):
         loop(3, state=state)
 
 
+class SameFields(NamedTuple):
+    gamma: float
+    lam: float
+    nu: float
+
+
 OTHER = {
     "hparams": {"hparams": CASE.hparams._replace(gamma=0.01)},
     "key": {"key": jax.random.key(12)},
     "data": {"data": CASE.data._replace(c=CASE.data.c.at[3, 2].add(1e-9))},
     "start": {"state": CASE.algorithm.init(CASE.params.at[0].add(1e-9), CASE.ids)},
     "program": {"algorithm": ef_bv.ef_bv(registry.VALUE_AND_GRAD, compressors.top_k(2))},
-    "hparams type": {"hparams": tuple(CASE.hparams)},
+    "hparams type": {"hparams": SameFields(*CASE.hparams)},
 }
 
 
@@ -216,10 +219,7 @@ def test_a_sweep_in_chunks_is_the_sweep_and_resumes_and_outlives_a_diverging_set
         6,
     ]
     np.testing.assert_array_equal(record.evaluations["first"][..., -1], whole.server.params[..., 0])
-    assert (
-        np.isfinite(record.metrics["loss"][0]).all()
-        and not np.isfinite(record.metrics["loss"][1, :, -1]).any()
-    )
+    assert np.isfinite(record.metrics["loss"][0]).all() and not np.isfinite(record.metrics["loss"][1, :, -1]).any()
     loop(2, checkpoint=tmp_path / "run", **options)
     resumed, again = loop(6, checkpoint=tmp_path / "run", **options)
     same_bits(resumed, whole)

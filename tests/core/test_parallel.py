@@ -57,7 +57,5 @@ def test_a_sharded_state_has_the_server_everywhere_and_each_client_once():
     assert state.server.params.sharding.is_fully_replicated
     pieces = state.clients.shift.addressable_shards
     assert sorted(piece.data.shape[0] for piece in pieces) == [2, 2, 2, 2]
-    assert sorted(int(i) for piece in state.clients.id.addressable_shards for i in piece.data) == list(
-        range(8)
-    )
+    assert sorted(int(i) for piece in state.clients.id.addressable_shards for i in piece.data) == list(range(8))
     jax.tree.map(np.testing.assert_array_equal, state, CASE.init())

@@ -78,8 +78,8 @@ def test_observed_metrics_are_taken_where_the_round_begins_and_change_nothing_el
 
 def tagged(n=4, rows=5):
     """Each entry says which client and row it is."""
-    mark = 100.0 * jnp.arange(n)[:, None] + jnp.arange(rows)
-    return ClientData(mark[:, :, None] * jnp.ones(2), mark, jnp.full((n, rows), 0.2))
+    mark = jnp.asarray(100.0 * np.arange(n)[:, None] + np.arange(rows))
+    return ClientData(jnp.stack([mark, mark], axis=2), mark, jnp.full((n, rows), 0.2))
 
 
 def test_minibatches_take_rows_of_the_client_itself_and_keep_leaves_together():
@@ -88,9 +88,7 @@ def test_minibatches_take_rows_of_the_client_itself_and_keep_leaves_together():
     assert batch.labels.shape == (4, 50)
     np.testing.assert_array_equal(batch.features[..., 1], batch.labels)
     for i in range(4):
-        assert set(np.asarray(batch.labels[i])) == {
-            100.0 * i + j for j in range(5)
-        }  # all rows, none of others
+        assert set(np.asarray(batch.labels[i])) == {100.0 * i + j for j in range(5)}  # all rows, none of others
     # weights 1/5 on 5 rows, reweighted for 50: each 1/50
     np.testing.assert_allclose(batch.weights, np.full((4, 50), 0.02), rtol=1e-14)
 
@@ -108,9 +106,7 @@ def test_minibatches_depend_on_the_key_and_on_the_id_but_not_on_the_place_of_a_c
 
 def test_the_mean_of_many_minibatch_gradients_is_the_full_gradient_under_padding():
     rng = np.random.default_rng(0)
-    weights = jnp.asarray(
-        [[1 / 3, 1 / 3, 1 / 3, 0.0], [0.25, 0.25, 0.25, 0.25]]
-    )  # the first client is padded
+    weights = jnp.asarray([[1 / 3, 1 / 3, 1 / 3, 0.0], [0.25, 0.25, 0.25, 0.25]])  # the first client is padded
     data = ClientData(
         jnp.asarray(rng.standard_normal((2, 4, 3))),
         jnp.sign(jnp.asarray(rng.standard_normal((2, 4)))),
@@ -146,7 +142,5 @@ def test_minibatches_of_no_rows_are_refused(size):
     "data", [{"x": jnp.ones((4, 5, 2)), "y": jnp.ones((4, 6))}, {"x": jnp.ones((4, 5)), "s": jnp.ones(4)}]
 )
 def test_minibatches_of_leaves_without_a_common_row_axis_are_refused(data):
-    with pytest.raises(
-        ValueError, match=r"every leaf of the data must be \[clients, rows, ...\], got shapes .*\(4,"
-    ):
+    with pytest.raises(ValueError, match=r"every leaf of the data must be \[clients, rows, ...\], got shapes .*\(4,"):
         runner.minibatches(2)(KEY, jnp.arange(4), data)

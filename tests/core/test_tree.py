@@ -95,9 +95,7 @@ def test_varying_like_lets_a_constant_be_the_carry_of_a_loop_under_shard_map():
         return jax.lax.fori_loop(0, 3, lambda _, carry: carry + x[0], start)[None]
 
     def mapped(cure):
-        return jax.shard_map(lambda x: total(x, cure), mesh=mesh, in_specs=spec, out_specs=spec)(
-            jnp.arange(4.0)
-        )
+        return jax.shard_map(lambda x: total(x, cure), mesh=mesh, in_specs=spec, out_specs=spec)(jnp.arange(4.0))
 
     assert mapped(True).tolist() == [0.0, 3.0, 6.0, 9.0]
     with pytest.raises(TypeError, match="carry"):

@@ -15,9 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from commjax.data import embedded, libsvm
 
-requires_data = pytest.mark.skipif(
-    "COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder"
-)
+requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
 
 TEXT = "2 1:0.5 3:-1e-3\n\n1 2:4 # a comment 7:7\r\n# only a comment\n2\n"
 FEATURES = [[0.5, 0, -1e-3], [0, 4, 0], [0, 0, 0]]
@@ -55,9 +53,7 @@ def test_the_smaller_label_becomes_minus_one(labels, signs):
 
 
 @given(
-    hnp.arrays(
-        np.float64, (4, 3), elements=st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)
-    ),
+    hnp.arrays(np.float64, (4, 3), elements=st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)),
     st.permutations([-1.0, 1.0, 1.0, -1.0]),
 )
 @settings(deadline=None, max_examples=30)

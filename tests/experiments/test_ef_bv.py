@@ -36,7 +36,12 @@ def test_the_main_figure_has_a_panel_a_setting_and_leaves_records_and_no_checkpo
     records = ef_bv.main_figure(settings)
     assert set(records) == {("breast_cancer", k, xi) for k, xi in ef_bv.SETTINGS}
     names = {path.name for path in settings.out.iterdir()}
-    assert {"main_figure.png", "main_figure.txt", "breast_cancer_k1_xi1.json", "breast_cancer_k1_xi1.npz"} <= names
+    assert {
+        "main_figure.png",
+        "main_figure.txt",
+        "breast_cancer_k1_xi1.json",
+        "breast_cancer_k1_xi1.npz",
+    } <= names
     assert not any(name.endswith(".ckpt") for name in names)
     loaded = Record.load(settings.out / "breast_cancer_k1_xi1")
     assert loaded.metrics["loss"].shape == (2, 1, settings.rounds)
@@ -75,7 +80,9 @@ def test_the_nonconvex_figure_reports_the_squared_gradient(settings):
     sq_grad = record.metrics["sq_grad"]
     assert sq_grad.shape == (2, 1, settings.rounds) and np.all(sq_grad > 0)
     assert (settings.out / "nonconvex.png").exists()
-    state = ef_bv.ef_bv.ef_bv(problem.value_and_grad, ef_bv.compressors.identity()).init(jnp.zeros(problem.d), jnp.arange(12))
+    state = ef_bv.ef_bv.ef_bv(problem.value_and_grad, ef_bv.compressors.identity()).init(
+        jnp.zeros(problem.d), jnp.arange(12)
+    )
     grads = np.stack([problem.value_and_grad(jnp.zeros(problem.d), row(problem.data, i))[1] for i in range(12)])
     measured = ef_bv.squared_gradient(problem.value_and_grad, state, problem.data)
     assert float(measured) == pytest.approx(np.sum(grads.mean(axis=0) ** 2))

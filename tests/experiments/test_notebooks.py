@@ -21,10 +21,7 @@ def test_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     pictures = [
-        output
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
+        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
     ]
     assert pictures, "a notebook that shows nothing"
 

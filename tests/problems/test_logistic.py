@@ -13,9 +13,7 @@ import pytest
 from commjax.data import embedded, libsvm, partition
 from commjax.problems import logistic
 
-requires_data = pytest.mark.skipif(
-    "COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder"
-)
+requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("data", "goldens_ef_bv.json").read_text())["efbv_table"]
 load = functools.cache(libsvm.load)
 
@@ -214,9 +212,7 @@ def test_a_tolerance_that_is_not_reached_is_an_error():
 
 
 @pytest.mark.parametrize("mu", [-0.1, np.nan, np.inf])
-@pytest.mark.parametrize(
-    "function", ["constants", "nonconvex_constants", "reproduce_tab10", "trace_bound", "optimum"]
-)
+@pytest.mark.parametrize("function", ["constants", "nonconvex_constants", "reproduce_tab10", "trace_bound", "optimum"])
 def test_a_bad_regulariser_weight_is_refused(function, mu):
     with pytest.raises(ValueError, match=rf"(mu|lam)={mu}; allowed: finite and >=? 0"):
         getattr(logistic, function)(toy(), ROWS, mu)
@@ -227,9 +223,7 @@ def test_an_optimum_without_strong_convexity_is_refused():
         logistic.optimum(toy(), ROWS, 0.0)
 
 
-@pytest.mark.parametrize(
-    "function", ["constants", "nonconvex_constants", "reproduce_tab10", "trace_bound", "optimum"]
-)
+@pytest.mark.parametrize("function", ["constants", "nonconvex_constants", "reproduce_tab10", "trace_bound", "optimum"])
 def test_non_finite_data_is_refused(function):
     dataset = toy()
     dataset.features[5, 2] = np.nan

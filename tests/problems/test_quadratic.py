@@ -52,9 +52,7 @@ def test_clients_differ_in_curvature_and_are_not_diagonal():
 
 
 def test_heterogeneity_scales_the_distance_between_minimisers():
-    none, one, two = (
-        quadratic.random(0, n=4, d=3, mu=1.0, L=2.0, heterogeneity=h).c for h in (0.0, 1.0, 2.0)
-    )
+    none, one, two = (quadratic.random(0, n=4, d=3, mu=1.0, L=2.0, heterogeneity=h).c for h in (0.0, 1.0, 2.0))
     np.testing.assert_array_equal(none, np.broadcast_to(none[0], none.shape))
     assert np.abs(none[0]).max() > 0.01
     np.testing.assert_allclose(two - none, 2 * (one - none), rtol=1e-12)

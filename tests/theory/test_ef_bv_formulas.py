@@ -164,9 +164,7 @@ def test_the_thesiss_forms_lose_digits_where_ours_do_not():
 def test_without_compression_everything_is_that_of_gradient_descent(regime, gamma):
     none = Constants(0.0, 0.0, 0.0)
     assert ef_bv.theoretical(none, smoothness(np.array([3.0, 4.0]), 3.0), regime) == (gamma, 1.0, 1.0)
-    assert (
-        theory.inverse_theta(0.0, 1.0, 0.0, regime) == 0 == theory.lyapunov_weight(0.5, 0.0, 1.0, 0.0, regime)
-    )
+    assert theory.inverse_theta(0.0, 1.0, 0.0, regime) == 0 == theory.lyapunov_weight(0.5, 0.0, 1.0, 0.0, regime)
     assert theory.s_star(0.0, 1.0) == math.inf == theory.s_nonconvex(0.0, 1.0)
     assert ef_bv.gradient_descent(smoothness(np.array([3.0, 4.0]), 3.0)) == (1 / 3, 1.0, 1.0)
 
@@ -220,13 +218,8 @@ def test_the_stepsize_makes_the_last_term_of_the_proof_vanish(eta, omega, n, L, 
 
 def test_rates_and_bounds_are_the_thesiss():
     assert theory.rate(0.1, 2.0, 0.5) == 0.8 and theory.rate(0.1, 6.0, 0.5) == 0.75
-    assert (
-        theory.rate(0.1, 2.0, 0.5, "kl") == pytest.approx(1 / 1.1)
-        and theory.rate(1.0, 9.0, 0.5, "kl") == 0.75
-    )
-    assert theory.nonconvex_bound(3.0, 5.0, 0.5, 0.25, 10) == pytest.approx(
-        2 * 3 / (0.5 * 10) + 5 * 0.25 / 10
-    )
+    assert theory.rate(0.1, 2.0, 0.5, "kl") == pytest.approx(1 / 1.1) and theory.rate(1.0, 9.0, 0.5, "kl") == 0.75
+    assert theory.nonconvex_bound(3.0, 5.0, 0.5, 0.25, 10) == pytest.approx(2 * 3 / (0.5 * 10) + 5 * 0.25 / 10)
     b = 1 + math.sqrt(2)
     assert theory.diana_stepsize(4.0, 0.5) == pytest.approx(1 / (4 + 4 * b**2 * 0.5))
     assert theory.diana_lyapunov_weight(0.1, 3.0, 0.5) == pytest.approx((1 + b) * 0.01 * 0.5 * 4)

@@ -248,9 +248,7 @@ def nonconvex_logistic(lam=0.3):
     return Problem(value, grads, logistic.nonconvex_constants(dataset, rows, lam))
 
 
-@pytest.mark.parametrize(
-    "problem", [nonconvex_logistic(), cancelling(), cancelling(mean=(-0.2, 0.1, 0.3, 0.6))]
-)
+@pytest.mark.parametrize("problem", [nonconvex_logistic(), cancelling(), cancelling(mean=(-0.2, 0.1, 0.3, 0.6))])
 @each_compressor
 def test_one_step_decreases_the_lyapunov_function_of_nonconvex_problems(compressor, problem):
     for one in settings(problem, compressor, "nonconvex"):
