@@ -29,7 +29,8 @@ def digest(tree: PyTree) -> str:
     """
     sha = hashlib.sha256()
     for path, leaf in _leaves(tree).items():
-        array = np.asarray(leaf)
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         sha.update(f"{path} {array.dtype}{array.shape} ".encode() + array.tobytes())
     return sha.hexdigest()[:16]
 

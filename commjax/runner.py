@@ -1,5 +1,6 @@
 """Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
 
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -140,6 +141,11 @@ def _first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -
     return None if finite else start + len(metrics["loss"])
 
 
+def _program(jaxpr) -> tuple[str, list[Any]]:
+    """Two methods may have equal states and hparams and differ in a compressor only: their programs differ."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), list(jaxpr.consts)  # addresses change from process to process
+
+
 def loop(
     key: Key,
     algorithm: Algorithm,
@@ -173,12 +179,9 @@ def loop(
     state = _spread(state, hparams, key) if swept else state
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None:
-        # Two methods may have equal states and hparams and differ in a compressor only: their programs differ.
         strong = jax.tree.map(np.asarray, hparams)
-        program = advance_by.trace(key, algorithm, strong, state, data, 1, batch_fn).jaxpr
-        identity = checkpoints.fingerprint(
-            key, hparams, start=state, data=data, program=(str(program), list(program.consts))
-        )
+        traced = advance_by.trace(key, algorithm, strong, state, data, 1, batch_fn)
+        identity = checkpoints.fingerprint(key, hparams, start=state, data=data, program=_program(traced.jaxpr))
         if Path(checkpoint).exists():
             state, history = checkpoints.load(checkpoint, state, identity)
     done = int(jnp.max(state.server.round))

@@ -51,7 +51,9 @@ def vdot(a: PyTree, b: PyTree) -> Array:
     >>> float(vdot({"u": jnp.ones(3)}, {"u": jnp.full(3, 2.0)}))
     6.0
     """
-    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)), start=jnp.zeros(()))
+    products = jax.tree.leaves(jax.tree.map(jnp.vdot, a, b))
+    wide = jnp.zeros(()).dtype  # leaves of several dtypes add up in the default one
+    return sum((one.astype(wide) for one in products), start=jnp.zeros((), wide))
 
 
 def sq_norm(a: PyTree) -> Array:

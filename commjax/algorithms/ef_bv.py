@@ -62,6 +62,8 @@ def ef_bv(
     Thesis: Alg. EF-BV (Fig. 2.1); rates Thm 2.1 (PL), 2.2 (KL), 2.3 (nonconvex).
     Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
     Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
+    Precision: with theory's small gamma a float32 run stalls where gamma g is below half an ulp of x, a gap near 1e-7; use
+    float64 (and `compressors.rounded` for float32 messages) where that matters.
     """
     prox = (zero() if regularizer is None else regularizer).prox
 

@@ -18,7 +18,7 @@ def check_k(name: str, k: int, d: int, argument: str = "k") -> None:
         raise ValueError(f"{name}: {argument} must be at most the dimension d = {d}, got {k}")
 
 
-def check_count(name: str, argument: str, value: int) -> None:
+def check_count(name: str, argument: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: {argument} must be an integer of at least 1, got {value!r}")
 

@@ -102,6 +102,7 @@ def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
     return mask
 
 
+@partial(jax.jit, static_argnames="k")
 def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
     """Mask of k distinct coordinates of `allowed` (which has at least k), uniformly: the k largest random words there."""
     return _largest(jnp.where(allowed, _random_keys(key, allowed.shape[0]) | 1, 0), k)
@@ -150,7 +151,7 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
             return total + (columns[j][None] + tie > own).astype(jnp.int32)
 
         start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
-        return jax.lax.fori_loop(0, d, add, start, unroll=16)
+        return jax.lax.fori_loop(0, d, add, start, unroll=56)
 
     def turn(carry):
         number, chosen, found = carry

@@ -188,7 +188,7 @@ LEGACY: dict[str, Callable[[int, float], float]] = {
 }
 
 
-def legacy_bits(convention: str, d: int, k: float) -> float:
+def legacy_bits(convention: str, d: int, k: int | float) -> int | float:
     """A message of k of d values under somebody else's convention, to match a published axis.
 
     >>> legacy_bits("32k", 112, 2)

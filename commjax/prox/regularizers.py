@@ -22,9 +22,8 @@ def _separable(value: Callable, prox: Callable) -> Regularizer:
     """R(x) = sum_j value(x_j); gamma reaches prox in the leaf's dtype."""
 
     def total(params: PyTree) -> Array:
-        start = jnp.zeros(
-            ()
-        )  # the sum is in the widest dtype; value is in the leaf's, as prox is, so that they agree on the domain
+        # The sum is in the default dtype, each value in the leaf's, as prox is, so that they agree on the domain.
+        start = jnp.zeros(())
         return sum((jnp.sum(value(leaf), dtype=start.dtype) for leaf in jax.tree.leaves(params)), start=start)
 
     def each(gamma, params):

@@ -103,13 +103,16 @@ def _batch(compressor, xs, n):
     return jax.jit(lambda key, xs, ids: jax.vmap(lambda x, id: compressor.compress(key, x, id, n))(xs, ids))
 
 
-@ALL
+@pytest.mark.parametrize(
+    "name",
+    ["rand-2", "comp-(1,3)", "mix-(1,2)", "natural", "ternary(p=inf)", "perm-k", "2-nice(rand-2)", "leafwise(2-nice)"],
+)
 def test_a_client_draws_the_same_numbers_wherever_it_stands_in_the_batch(name, compile_quickly):
     n, d = 5, 12
     xs, key = jnp.asarray(cloud(3, n, d)), jax.random.key(11)
     send = _batch(ZOO[name], xs, n)
     every = send(key, xs, jnp.arange(n))
-    for subset in ([3, 1, 0], [4, 2, 3]):
+    for subset in ([4, 2, 0, 1, 3], [3, 3, 1, 0, 3]):  # of the same length: one compilation
         rows = jnp.array(subset)
         some = send(key, xs[rows], rows)
         np.testing.assert_array_equal(some.value, every.value[rows])
@@ -118,7 +121,7 @@ def test_a_client_draws_the_same_numbers_wherever_it_stands_in_the_batch(name, c
 
 @pytest.mark.parametrize(
     "compressor",
-    [rand_k(2), rand_k(40), comp(2, 32), comp(20, 32), mix(2, 3), WITH_LAW["natural"], WITH_LAW["ternary(p=inf)"]],
+    [rand_k(4), rand_k(40), comp(4, 32), comp(20, 32), mix(2, 3), WITH_LAW["natural"], WITH_LAW["ternary(p=inf)"]],
     ids=lambda c: c.name,
 )
 def test_clients_and_rounds_do_not_share_randomness(compressor, compile_quickly):

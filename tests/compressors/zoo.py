@@ -85,7 +85,7 @@ def centred(seed: int, n: int, d: int) -> np.ndarray:
     return xs - xs.mean(axis=0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compile_quickly():
     """Many tiny programs are compiled; XLA's optimisations would double the time."""
     jax.config.update("jax_disable_most_optimizations", True)

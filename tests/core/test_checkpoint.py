@@ -208,4 +208,5 @@ def test_a_digest_changes_with_names_shapes_dtypes_and_texts():
         {"x": "a"},
         {"x": "b"},
     ]
+    trees += [{"x": jax.random.key(seed)} for seed in (0, 1)]
     assert len({checkpoint.digest(tree) for tree in trees}) == len(trees)

@@ -13,7 +13,7 @@ from commjax.algorithms import ef_bv
 from tests import registry
 from tests.registry import build
 
-CASE = build("ef-bv comp")
+CASE = build("ef-bv m-nice")
 KEY = jax.random.key(11)
 
 
@@ -157,6 +157,21 @@ def test_a_loss_that_closes_over_other_numbers_is_another_program(tmp_path):
     loop(2, algorithm=algorithm(np.arange(11.0)), checkpoint=tmp_path / "run")
     with pytest.raises(checkpoints.CheckpointError, match="program is"):
         loop(3, algorithm=algorithm(np.arange(11.0) + 1), checkpoint=tmp_path / "run")
+
+
+def test_a_program_with_a_callback_or_a_key_inside_is_recognised_again(tmp_path):
+    def algorithm(seed):
+        noise, host = jax.random.key(seed), lambda x: np.asarray(x)
+
+        def value_and_grad(x, data):
+            loss = jax.pure_callback(host, jax.ShapeDtypeStruct((), x.dtype), jnp.sum(x), vmap_method="sequential")
+            return loss, x + jax.random.normal(noise, x.shape)
+
+        return ef_bv.gd(value_and_grad)
+
+    loop(1, algorithm=algorithm(0), checkpoint=tmp_path / "run")
+    state, _ = loop(2, algorithm=algorithm(0), checkpoint=tmp_path / "run")
+    assert state.server.round == 2
 
 
 def test_hyperparameters_of_equal_value_resume_whether_numbers_or_arrays(tmp_path):

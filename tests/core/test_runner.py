@@ -11,7 +11,7 @@ from commjax.data.partition import ClientData
 from commjax.problems import logistic, quadratic
 from tests.registry import build
 
-CASE = build("ef-bv comp")
+CASE = build("ef-bv m-nice")
 KEY = jax.random.key(11)
 
 

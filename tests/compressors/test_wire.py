@@ -1,0 +1,262 @@
+"""What goes on the wire: every message has exactly the stated bits, and comes back bit for bit."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from commjax.compressors import comp, identity, leafwise, m_nice, perm_k, rand_k, scaled_sign, top_k, wire
+from commjax.compressors.joint import _block
+from tests.compressors.zoo import ZOO, cloud, compile_quickly
+
+__all__ = ["compile_quickly"]
+
+D, N = 12, 3
+ALL = pytest.mark.parametrize("name", ZOO)
+KEY = jax.random.key(4)
+
+
+def nested(x):
+    return {"b": {"c": x[:2], "s": x[2]}, "w": x[3:].reshape(3, 3)}
+
+
+def same_bits(a, b):
+    a, b = (np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(t)]) for t in (a, b))
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@cache
+def compiled(name):
+    return jax.jit(lambda key, x, id: ZOO[name].compress(key, x, id, N))
+
+
+def check(name, x, id, messages):
+    compressor = ZOO[name]
+    data = compressor.encode(KEY, x, id, N)
+    value = compressor.decode(KEY, data, jax.tree.map(jnp.zeros_like, x), id, N)
+    assert jax.tree.structure(value) == jax.tree.structure(x)
+    for message in messages:
+        assert 8 * len(data) == float(message.bits)
+        assert same_bits(value, message.value)
+
+
+@ALL
+def test_the_message_has_its_price_and_comes_back_bit_for_bit_also_under_jit(name):
+    for id in range(N):
+        x = jnp.asarray(cloud(id, 1, D)[0], jnp.float32)
+        check(name, x, id, [compiled(name)(KEY, x, id), ZOO[name].compress(KEY, x, id, N)])
+    check(name, nested(x), 1, [ZOO[name].compress(KEY, nested(x), 1, N)])
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if "dithering" in name or "sign" in name or "nice" in name])
+def test_products_and_sums_are_the_same_bits_under_jit_in_double_precision(name):
+    for seed in range(4):
+        x = jnp.asarray(cloud(seed, 1, D)[0], jnp.float64)
+        check(name, x, seed % N, [compiled(name)(KEY, x, seed % N)])
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16], ids=["float64", "bfloat16"])
+def test_the_message_comes_back_in_every_dtype(name, dtype, compile_quickly):
+    for id in range(N):
+        x = jnp.asarray(cloud(id, 1, D)[0], dtype)
+        check(name, x, id, [ZOO[name].compress(KEY, x, id, N)])
+
+
+ENTRY = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.75, -3.0, 1e-3, -1e4]) | st.floats(-1e6, 1e6, width=32)
+
+
+@ALL
+@settings(max_examples=6)
+@given(st.lists(ENTRY, min_size=D, max_size=D), st.integers(0, N - 1))
+@example([0.0] * D, 0)
+@example([-0.0] * D, 1)
+@example([-0.0, 0.0, -1.0, 1.0, -0.0, 0, 0, 0, 0, 0, 0, 0], 2)
+def test_zeros_signs_and_ties_come_back(name, entries, id):
+    x = jnp.asarray(np.array(entries, np.float32))
+    check(name, x, id, [compiled(name)(KEY, x, id)])
+
+
+@pytest.mark.parametrize("entry", [0.0, -0.0, 2.5, -1e-38])
+def test_one_dimension_is_enough(entry):
+    for compressor in [
+        identity(),
+        top_k(1),
+        rand_k(1),
+        comp(1, 1),
+        perm_k(),
+        m_nice(1),
+        scaled_sign(),
+        leafwise(top_k(1)),
+    ]:
+        x = jnp.full(1, entry, jnp.float32)
+        for id in range(2):
+            message, data = compressor.compress(KEY, x, id, 2), compressor.encode(KEY, x, id, 2)
+            assert 8 * len(data) == float(message.bits)
+            assert same_bits(compressor.decode(KEY, data, x, id, 2), message.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_sign_of_a_mean_that_underflows_is_kept(dtype):
+    x = -jnp.asarray([1.2e-38, 0, 0, 0], dtype)
+    data = scaled_sign().encode(KEY, x)
+    assert same_bits(scaled_sign().decode(KEY, data, x), scaled_sign().compress(KEY, x).value)
+
+
+@pytest.mark.parametrize("d,n", [(12, 3), (13, 3), (3, 7)])
+def test_perm_k_sends_what_it_owns_and_all_is_sent_once(d, n):
+    x = jnp.arange(1.0, d + 1)
+    sent = [len(perm_k().encode(KEY, x, id, n)) // 8 for id in range(n)]
+    assert sum(sent) == max(d, n) and max(sent) - min(sent) <= 1
+    assert [float(perm_k().compress(KEY, x, id, n).bits) for id in range(n)] == [64 * s for s in sent]
+
+
+@pytest.mark.parametrize("items,blocks", [(1_000_003, 3000), (12, 3), (13, 3), (7, 7), (5, 1), (11, 6)])
+def test_blocks_differ_by_one_at_most_and_nothing_overflows(items, blocks):
+    block = np.asarray(_block(jnp.arange(items, dtype=jnp.int32), items, blocks))  # items * blocks > 2^31 in the first
+    assert block.dtype == np.int32 and np.all(np.diff(block) >= 0)
+    counts = np.bincount(block)
+    assert len(counts) == blocks and set(counts) <= {items // blocks, -(-items // blocks)}
+
+
+@ALL
+def test_damaged_messages_are_refused_or_are_valid_vectors(name):
+    rng = np.random.default_rng(0)
+    compressor, like = ZOO[name], jnp.zeros(D, jnp.float32)
+    x = jnp.asarray(cloud(9, 1, D)[0], jnp.float32)
+    id = next(i for i in range(N) if compressor.encode(KEY, x, i, N))
+    data = compressor.encode(KEY, x, id, N)
+    refused = 0
+    for trial in range(90):
+        damaged = bytearray(data)
+        if trial % 3 == 0:
+            damaged = damaged[: rng.integers(len(data))]
+        elif trial % 3 == 1:
+            damaged += rng.bytes(rng.integers(1, 5))
+        else:
+            for bit in rng.integers(0, 8 * len(data), rng.integers(1, 9)):
+                damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            value = compressor.decode(KEY, bytes(damaged), like, id, N)
+        except ValueError as error:
+            assert str(error)
+            refused += 1
+        else:
+            assert len(damaged) == len(data) and value.shape == like.shape and value.dtype == like.dtype
+    assert refused >= 60
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 3000), st.data())
+def test_index_sets_come_back_at_the_stated_price(d, data):
+    k = data.draw(st.integers(1, d))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    indices = np.sort(np.random.default_rng(seed).choice(d, k, replace=False))
+    code = wire.encode_indices(indices, d)
+    assert 8 * len(code) == wire.whole_bytes(wire.index_code(d, k).bits)
+    np.testing.assert_array_equal(wire.decode_indices(code, d, k), indices)
+
+
+@pytest.mark.parametrize("d,k,name", [(112, 1, "fixed"), (112, 56, "bitmap"), (1000, 50, "elias-fano"), (9, 9, "all")])
+def test_every_index_code_holds_its_extreme_sets_and_refuses_wrong_ones(d, k, name):
+    assert wire.index_code(d, k).name == name
+    for indices in (np.arange(k), np.arange(d - k, d)):
+        np.testing.assert_array_equal(wire.decode_indices(wire.encode_indices(indices, d), d, k), indices)
+    data = wire.encode_indices(np.arange(d - k, d), d)
+    with pytest.raises(ValueError):
+        wire.decode_indices(data + b"\0", d, k)
+    if name != "all":
+        with pytest.raises(ValueError, match="position"):
+            wire.decode_indices(b"\xff" * len(data), d, k)
+    if name == "fixed":  # one position at least d: no crash further on
+        with pytest.raises(ValueError, match=rf"1 increasing positions below {d}, got \[127\]"):
+            wire.decode_indices(b"\x7f", d, 1)
+
+
+def test_positions_must_increase():
+    assert wire.index_code(5, 2) == ("bitmap", 5) and wire.index_code(64, 2) == ("fixed", 12)
+    twice = wire.to_bytes(wire.pack_integers(np.array([7, 7]), 6))
+    down = wire.to_bytes(wire.pack_integers(np.array([8, 7]), 6))
+    for data in (twice, down):
+        with pytest.raises(ValueError, match="2 increasing positions below 64"):
+            wire.decode_indices(data, 64, 2)
+
+
+def test_the_price_of_the_example_is_that_of_the_conventions():
+    d, k = 1_663_370, 16_634
+    assert 32 * k + wire.index_code(d, k).bits == 674_717  # conventions.md; each field is then filled up to bytes
+    assert wire.sparse_bits(d, k, 32) == 674_720
+    assert wire.sparse_bits(d, k, 32) / wire.information_floor(d, k) == pytest.approx(1.0115, abs=1e-3)
+    table = {
+        "32k": 532_288,
+        "32k+log d": 532_309,
+        "k(32+log d)": 881_602,
+        "64k": 1_064_576,
+        "96k": 1_596_864,
+        "d+32k": 2_195_658,
+    }
+    assert {name: wire.legacy_bits(name, d, k) for name in wire.LEGACY} == table
+    assert wire.legacy_bits("32k", d, 1.5) == 48
+
+
+@pytest.mark.parametrize("d", [10**4, 10**5, 10**6])
+@pytest.mark.parametrize("fraction", [1e-4, 1e-3, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_the_price_is_near_the_floor(d, fraction):
+    k = int(d * fraction)
+    floor = wire.information_floor(d, k)
+    price = wire.sparse_bits(d, k, 32)
+    assert floor <= price <= floor + 2 * k + 8
+    if k >= 100:
+        assert price <= 1.03 * floor
+    assert wire.information_floor(d, k, 64) == pytest.approx(floor + 32 * k)
+
+
+def test_the_floor_is_the_logarithm_of_the_number_of_sets():
+    assert wire.information_floor(10, 3) == pytest.approx(96 + math.log2(math.comb(10, 3)))
+
+
+def test_each_price_is_the_sum_of_its_parts():
+    x = jnp.ones(D, jnp.float32)
+    prices = {
+        "identity": 12 * 32,
+        "rand-2": 2 * 32,
+        "top-2": 2 * 32 + 8,  # two positions of 4 bits
+        "comp-(1,3)": 32 + 8,
+        "mix-(1,2)": 3 * 32 + 8,  # only the largest needs a position
+        "natural": 112,  # 9 bits each, whole bytes
+        "ternary(p=inf)": 32 + 24,  # five digits of base 3 a byte
+        "dithering(3,p=2)": 32 + 48,  # up to 17 digits of base 7 in six bytes
+        "scaled sign": 32 + 16,
+        "perm-k": 4 * 32,
+        "leafwise(function of size)": 6 * 32,
+        "rand-2 in float32": 2 * 32,
+    }
+    assert {name: float(compiled(name)(KEY, x, 0).bits) for name in prices} == prices
+    assert sum(float(compiled("2-nice")(KEY, x, id).bits) for id in range(N)) == 2 * 12 * 32
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 5000), st.integers(1, 40), st.integers(0, 2**32 - 1))
+@example(2, 9, 0)
+@example(256, 9, 0)
+@example(2**32, 5, 0)
+@example(2**64, 3, 0)
+def test_digits_come_back_at_the_stated_price(base, d, seed):
+    digits, size = wire.radix_block(base)
+    assert base**digits <= 2 ** (8 * size) and 1 <= size <= 8
+    for other in range(1, 9):  # no block of whole bytes wastes less
+        assert size / digits <= other / max(1, math.floor(8 * other / math.log2(base) + 1e-9)) or base > 2 ** (
+            8 * other
+        )
+    if base == 2**64:
+        return
+    values = np.random.default_rng(seed).integers(0, base, d, dtype=np.uint64)
+    values[0] = base - 1
+    data = wire.encode_digits(values, base)
+    assert 8 * len(data) == wire.radix_bits(d, base)
+    np.testing.assert_array_equal(wire.decode_digits(data, d, base), values)
