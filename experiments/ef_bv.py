@@ -285,7 +285,7 @@ def _ablation(settings: Settings, values, run, xlabel: str, file: str) -> list[d
     for name in names:
         for value in values(name):
             record = run(name, value)
-            targets = bits_to_targets(record)
+            targets = bits_to_targets(record, (0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01))
             ratio = targets[-1]["ratio"] if targets else float("nan")
             rows.append({"dataset": name, "value": value, "ratio": ratio, "predicted": record.config["predicted"]})
             print(f"{name:12} {xlabel} = {value:6d}: measured {ratio:.3f}, predicted {rows[-1]['predicted']:.3f}")

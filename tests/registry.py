@@ -75,6 +75,12 @@ def start(dtype: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).standard_normal(D), dtype)
 
 
+@cache
+def compressed(compressor: str, weight: float | None) -> Algorithm:
+    """Methods that differ in their hparams only are one object, and are compiled once."""
+    return ef_bv.ef_bv(VALUE_AND_GRAD, COMPRESSORS[compressor], None if weight is None else prox.l1(weight))
+
+
 def on_quadratics(
     name: str,
     compressor: str,
@@ -87,7 +93,7 @@ def on_quadratics(
     """An EF-BV with its theoretical stepsize; `shifted`: h_i^0 is the client's first gradient."""
     constants = COMPRESSORS[compressor].constants(D, N)
     hparams = (tuned or ef_bv.theoretical)(constants, quadratic.constants(PROBLEM))
-    algorithm = ef_bv.ef_bv(VALUE_AND_GRAD, COMPRESSORS[compressor], None if weight is None else prox.l1(weight))
+    algorithm = compressed(compressor, weight)
     data, params = cast(PROBLEM, dtype), start(dtype)
     per_client = {"shift": jax.vmap(VALUE_AND_GRAD, (None, 0))(params, data)[1]} if shifted else {}
     return Case(name, algorithm, hparams, params, data, jnp.asarray(IDS), per_client)

@@ -21,9 +21,9 @@ from commjax.compressors import (
     top_k,
 )
 from commjax.compressors.certify import trial_vectors
-from tests.compressors.zoo import WITH_LAW, ZOO, compile_quickly, moments, sizes
+from tests.compressors.zoo import WITH_LAW, ZOO, moments, sizes
 
-__all__ = ["compile_quickly"]
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 METHODS = pytest.mark.parametrize("limit", [6, 0], ids=["enumeration", "sampling"])
 
 
@@ -36,8 +36,15 @@ def test_every_law_is_certified_exactly(name):
     assert all(have <= said + 1e-9 for have, said in zip(certificate.measured, certificate.stated))
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in ("identity", "top-2", "2-nice", "scaled sign")])
-def test_every_compressor_is_certified_by_sampling(name, compile_quickly):
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ZOO
+        if name not in ("identity", "2-nice", "dithering(2,p=1)", "dithering(2,p=inf)", "leafwise(top-1)")
+    ],
+)
+def test_every_compressor_is_certified_by_sampling(name):
     certificate = certify(ZOO[name], d=8, n=3, trials=3, samples=2000)
     assert certificate.method == "2000 samples"
     assert all(have <= said + 1e-9 for have, said in zip(certificate.measured, certificate.stated))
@@ -67,8 +74,8 @@ def test_measured_constants_are_the_true_ones_where_they_are_attained():
     assert certify(WITH_LAW["ternary(p=inf)"], d=4).measured == pytest.approx((0, 0.5, 0.5), abs=1e-11)
 
 
-def test_samples_estimate_what_enumeration_knows(compile_quickly):
-    compressor = comp(1, 3)
+def test_samples_estimate_what_enumeration_knows():
+    compressor = scaled(0.5, m_nice(1))
     exact = certify(compressor, d=4, n=2, trials=3).measured
     sampled = certify(compressor, d=4, n=2, trials=3, enumerate_up_to=0)
     assert sampled.method == "4000 samples"
@@ -82,12 +89,12 @@ def test_samples_estimate_what_enumeration_knows(compile_quickly):
     assert careful.estimate == sampled.estimate and careful.measured.omega < sampled.measured.omega
 
 
-def test_large_problems_are_sampled(compile_quickly):
+def test_large_problems_are_sampled():
     for compressor, d, n in [(top_k(1), 7, 1), (top_k(1), 4, 4), (rand_k(3), 6, 3), (rounded(top_k(1)), 4, 1)]:
         assert (
-            certify(compressor, d, n, samples=50).method == "50 samples"
+            certify(compressor, d, n, trials=0, samples=50).method == "50 samples"
         )  # 8000 outcomes in the third, no law in the last
-    assert certify(rand_k(2), 6, 3, samples=50).method == "enumeration"  # 3375 outcomes
+    assert certify(rand_k(2), 6, 3, trials=0, samples=50).method == "enumeration"  # 3375 outcomes
 
 
 def shared_key(k):
@@ -132,7 +139,7 @@ LIARS = {
 
 @METHODS
 @pytest.mark.parametrize("name", LIARS)
-def test_liars_are_caught_and_named(name, limit, compile_quickly):
+def test_liars_are_caught_and_named(name, limit):
     compressor, n, constant, truth = LIARS[name]
     with pytest.raises(ViolatedConstantError) as error:
         certify(compressor._replace(name=name), d=4, n=n, trials=6, enumerate_up_to=limit)
@@ -143,18 +150,18 @@ def test_liars_are_caught_and_named(name, limit, compile_quickly):
 
 
 @pytest.mark.parametrize("compressor", [identity(), m_nice(2), scaled(0.3, identity()), top_k(3)], ids=lambda c: c.name)
-def test_rounding_in_single_precision_is_no_violation(compressor, compile_quickly):
+def test_rounding_in_single_precision_is_no_violation(compressor):
     with jax.enable_x64(False):
         assert certify(compressor, d=10, n=2, trials=4, samples=50).method == "50 samples"
 
 
-def test_an_unlucky_draw_is_no_violation(compile_quickly):
+def test_an_unlucky_draw_is_no_violation():
     # Two values, one a little more likely: the plain z-score forgets that the spread is estimated too.
     certificate = certify(m_nice(2, m_nice(2)), d=3, n=3, enumerate_up_to=0)
     assert certificate.measured.omega < certificate.stated.omega == 1.25
 
 
-def test_a_small_lie_passes_unseen_by_samples_but_not_by_enumeration(compile_quickly):
+def test_a_small_lie_passes_unseen_by_samples_but_not_by_enumeration():
     slightly = rand_k(1)._replace(constants=lambda d, n=1: Constants(0.0, (d - 1) * (1 - 1e-6), (d - 1) / n))
     with pytest.raises(ViolatedConstantError, match="omega = 3, measured"):
         certify(slightly, d=4)

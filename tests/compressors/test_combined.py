@@ -9,11 +9,11 @@ import pytest
 
 from commjax.compressors import comp, identity, leafwise, m_nice, mix, perm_k, rand_k, rounded, scaled, top_k
 from commjax.theory.ef_bv import best_scaling, one_minus_r
-from tests.compressors.zoo import WITH_LAW, ZOO, cloud, compile_quickly, moments, sizes
+from tests.compressors.zoo import WITH_LAW, ZOO, cloud, moments, sizes
 
 LAWS = pytest.mark.parametrize("name", WITH_LAW)
 ALL = pytest.mark.parametrize("name", ZOO)
-__all__ = ["compile_quickly"]
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @ALL
@@ -107,7 +107,7 @@ def _batch(compressor, xs, n):
     "name",
     ["rand-2", "comp-(1,3)", "mix-(1,2)", "natural", "ternary(p=inf)", "perm-k", "2-nice(rand-2)", "leafwise(2-nice)"],
 )
-def test_a_client_draws_the_same_numbers_wherever_it_stands_in_the_batch(name, compile_quickly):
+def test_a_client_draws_the_same_numbers_wherever_it_stands_in_the_batch(name):
     n, d = 5, 12
     xs, key = jnp.asarray(cloud(3, n, d)), jax.random.key(11)
     send = _batch(ZOO[name], xs, n)
@@ -124,7 +124,7 @@ def test_a_client_draws_the_same_numbers_wherever_it_stands_in_the_batch(name, c
     [rand_k(4), rand_k(40), comp(4, 32), comp(20, 32), mix(2, 3), WITH_LAW["natural"], WITH_LAW["ternary(p=inf)"]],
     ids=lambda c: c.name,
 )
-def test_clients_and_rounds_do_not_share_randomness(compressor, compile_quickly):
+def test_clients_and_rounds_do_not_share_randomness(compressor):
     n, rounds, d = 6, 60, 64
     x = jnp.asarray(np.linspace(1.1, 1.9, d))
     keys = jax.vmap(lambda t: jax.random.fold_in(jax.random.key(0), t))(jnp.arange(rounds))
@@ -143,7 +143,7 @@ def test_clients_and_rounds_do_not_share_randomness(compressor, compile_quickly)
         assert 0.5 < np.sum(group**2) / len(group) / (np.sum(deviation**2) / len(deviation)) < 1.6
 
 
-def test_joint_compressors_agree_on_one_event_and_leaves_do_not(compile_quickly):
+def test_joint_compressors_agree_on_one_event_and_leaves_do_not():
     n = 4
     ones = {"a": jnp.ones((n, 8)), "b": jnp.ones((n, 8))}
     send = lambda c: _batch(c, ones, n)(jax.random.key(5), ones, jnp.arange(n)).value  # noqa: E731

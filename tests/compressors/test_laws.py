@@ -22,9 +22,9 @@ from commjax.compressors import (
     ternary,
     top_k,
 )
-from tests.compressors.zoo import INF, cloud, compile_quickly
+from tests.compressors.zoo import INF, cloud
 
-__all__ = ["compile_quickly"]
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 SAMPLES = 20_000
 CASES = {
     # name: (compressor, n, d)
@@ -108,17 +108,17 @@ def _check(compressor, n, d, dtype=jnp.float64, xs=None, seed=0):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_samples_follow_the_enumerated_law(case, compile_quickly):
+def test_samples_follow_the_enumerated_law(case):
     _check(*CASES[case])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["comp-(1,3) of 5", "mix-(1,2) of 5", "natural", "dithering p=2", "ternary"])
-def test_samples_follow_the_law_in_lower_precision(case, dtype, compile_quickly):
+def test_samples_follow_the_law_in_lower_precision(case, dtype):
     _check(*CASES[case], dtype)
 
 
-def test_comp_follows_its_law_when_it_takes_the_threshold_route(monkeypatch, compile_quickly):
+def test_comp_follows_its_law_when_it_takes_the_threshold_route(monkeypatch):
     monkeypatch.setattr(select, "_MAX_CANDIDATES", 0)
     monkeypatch.setattr(select, "_draw_from_top", None)
     select.k_of_top_mask.clear_cache()
@@ -129,7 +129,7 @@ def test_comp_follows_its_law_when_it_takes_the_threshold_route(monkeypatch, com
 
 
 @pytest.mark.parametrize("compressor", [comp(1, 3), mix(2, 1)], ids=lambda c: c.name)
-def test_ties_are_broken_as_the_law_says(compressor, compile_quickly):
+def test_ties_are_broken_as_the_law_says(compressor):
     xs = np.array([[1.0, -1, 1, 1, 0], [0.0, 2, 0, -2, 0.5]])
     _check(compressor, 2, 5, xs=xs, seed=1)
 

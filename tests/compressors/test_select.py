@@ -11,9 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commjax.compressors import select
-from tests.compressors.zoo import compile_quickly
 
-__all__ = ["compile_quickly"]
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 D = 7
 # Few different magnitudes, so that ties are common; both zeros; infinities.
@@ -38,7 +37,7 @@ def test_top_k_mask_is_the_sorted_one_with_the_first_among_equals(dtype, k, entr
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
-def test_top_k_mask_orders_numbers_that_differ_in_the_last_bit(dtype, compile_quickly):
+def test_top_k_mask_orders_numbers_that_differ_in_the_last_bit(dtype):
     rng = np.random.default_rng(0)
     tiny, eps = float(ml_dtypes.finfo(dtype).smallest_subnormal), float(ml_dtypes.finfo(dtype).eps)
     rows = np.array([rng.permutation([1, 1 + eps, 1 + 2 * eps, -1 - eps, tiny, 2 * tiny, 0]) for _ in range(40)], dtype)
@@ -47,7 +46,7 @@ def test_top_k_mask_orders_numbers_that_differ_in_the_last_bit(dtype, compile_qu
 
 
 @pytest.mark.parametrize("d,k", [(33, 1), (64, 40), (2, 1), (65, 64)])
-def test_top_k_under_vmap_is_one_by_one_with_and_without_ties(d, k, compile_quickly):
+def test_top_k_under_vmap_is_one_by_one_with_and_without_ties(d, k):
     rng = np.random.default_rng(d + k)
     rows = np.concatenate([rng.standard_normal((4, d)), rng.integers(-2, 3, (4, d)), np.zeros((1, d))])
     masks = jax.vmap(lambda x: select.top_k_mask(x, k))(jnp.asarray(rows))
@@ -77,12 +76,12 @@ KEYS = jax.random.split(jax.random.key(0), 20_000)
 
 
 @pytest.mark.parametrize("d,k", [(6, 1), (6, 3), (5, 5), (34, 33)])
-def test_random_mask_is_uniform(d, k, compile_quickly):
+def test_random_mask_is_uniform(d, k):
     masks = jax.vmap(lambda key: select.random_mask(key, d, k))(KEYS)  # (34, 33) takes the route of many
     check_uniform(masks, np.full(d, True), k)
 
 
-def test_random_of_mask_is_uniform_on_what_is_allowed(compile_quickly):
+def test_random_of_mask_is_uniform_on_what_is_allowed():
     allowed = np.array([True, False, True, True, False, True])
     masks = jax.jit(jax.vmap(lambda key: select.random_of_mask(key, jnp.asarray(allowed), 2)))(KEYS)
     check_uniform(masks, allowed, 2)
@@ -102,7 +101,7 @@ TIED = np.array([2.0, 0, -2, 1, 1, 1, 0, 1])  # the five largest: 0, 2, and the 
         (2, 8, "random"),
     ],
 )
-def test_k_of_top_mask_is_uniform_among_the_largest_with_ties(k, k_top, route, compile_quickly, monkeypatch):
+def test_k_of_top_mask_is_uniform_among_the_largest_with_ties(k, k_top, route, monkeypatch):
     if route == "threshold":
         monkeypatch.setattr(select, "_MAX_DIMENSION", 7)
     select.k_of_top_mask.clear_cache()
@@ -121,11 +120,10 @@ def test_the_routes_are_the_ones_we_think(monkeypatch):
     assert calls == [(2, 8), (4096 // 4096, 256)]  # candidates iff d <= 4096, k d <= 16 k', k < k' < d
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=["float64", "bfloat16"])
-def test_candidates_are_drawn_until_enough_are_found(dtype, compile_quickly):
+def test_candidates_are_drawn_until_enough_are_found():
     # One of eight is accepted, two are wanted, and 30 are drawn a turn: one row in eleven needs another turn.
     rng = np.random.default_rng(1)
-    rows = rng.standard_normal((400, 64)).astype(dtype)
+    rows = rng.standard_normal((400, 64)).astype(ml_dtypes.bfloat16)
     rows[0] = np.arange(64)[::-1] // 4  # ties
     draw = jax.jit(lambda keys, x: jax.vmap(lambda key, row: select.k_of_top_mask(key, row, 2, 8))(keys, x))
     masks = np.asarray(draw(KEYS[:400], jnp.asarray(rows)))
@@ -136,20 +134,18 @@ def test_candidates_are_drawn_until_enough_are_found(dtype, compile_quickly):
         np.testing.assert_array_equal(alone(KEYS[i], jnp.asarray(rows[i])), masks[i])
 
 
-def test_k_of_top_mask_takes_one_key_for_many_vectors_and_two_batch_axes(compile_quickly):
+def test_k_of_top_mask_takes_one_key_for_many_vectors_and_two_batch_axes():
     x = np.random.default_rng(2).standard_normal((3, 4, 16))
     draw = lambda key, x: select.k_of_top_mask(key, x, 1, 8)  # noqa: E731
     same_key = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(KEYS[0], jnp.asarray(x[0]))
     nested = jax.jit(jax.vmap(jax.vmap(draw)))(KEYS[:12].reshape(3, 4), jnp.asarray(x))
-    same_x = jax.jit(jax.vmap(draw, in_axes=(0, None)))(KEYS[:4], jnp.asarray(x[0, 0]))
     for j in range(4):
         np.testing.assert_array_equal(same_key[j], draw(KEYS[0], jnp.asarray(x[0, j])))
         np.testing.assert_array_equal(nested[2, j], draw(KEYS[8 + j], jnp.asarray(x[2, j])))
-        np.testing.assert_array_equal(same_x[j], draw(KEYS[j], jnp.asarray(x[0, 0])))
 
 
 @pytest.mark.parametrize("d", [1, 7, 65_535, 65_536, 3_000_000])
-def test_random_index_is_uniform(d, compile_quickly):
+def test_random_index_is_uniform(d):
     index = np.asarray(jax.jit(lambda key: select.random_index(key, (60_000,), d))(jax.random.key(d)))
     assert index.min() >= 0 and index.max() <= d - 1
     if d < 10:

@@ -1,6 +1,5 @@
-"""Every compressor of the package, small; how to take exact expectations; how to compile quickly."""
+"""Every compressor of the package, small, and exact expectations."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,11 +82,3 @@ def cloud(seed: int, n: int, d: int) -> np.ndarray:
 def centred(seed: int, n: int, d: int) -> np.ndarray:
     xs = cloud(seed, n, d)
     return xs - xs.mean(axis=0)
-
-
-@pytest.fixture
-def compile_quickly():
-    """Many tiny programs are compiled; XLA's optimisations would double the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

@@ -28,16 +28,20 @@ def compile_quickly():
 
 
 @cache
-def stepper(name):
-    """The jitted step of a case.  All tests share it, and none may make it trace twice."""
+def counted(algorithm):
+    """The jitted step.  All tests share it, and none may make it trace twice."""
     traces = []
 
-    def counted(*inputs):
-        traces.append(name)
-        assert len(traces) == 1, f"{name} was traced again"
-        return build(name).algorithm.step(*inputs)
+    def step(*inputs):
+        traces.append(inputs)
+        assert len(traces) == 1, "the step was traced again"
+        return algorithm.step(*inputs)
 
-    return jax.jit(counted)
+    return jax.jit(step)
+
+
+def stepper(name):
+    return counted(build(name).algorithm)
 
 
 @cache
@@ -86,28 +90,28 @@ def test_changing_hyperparameters_and_keys_trace_once_and_matter(name):
 
 @ALL
 def test_a_vmapped_sweep_equals_a_loop_over_hyperparameters_and_keys(name):
-    case = build(name)
+    case, rounds = build(name), 2
     settings = [case.hparams, scaled(case.hparams, 0.5)]
     keys = jax.random.split(KEY, 2)
-    state, metrics = runner.sweep(keys, case.algorithm, runner.stack(settings), case.init(), case.data, 2)
+    swept = runner.sweep(keys, case.algorithm, runner.stack(settings), case.init(), case.data, rounds)
     for h, hparams in enumerate(settings):
         for s, key in enumerate(keys):
-            alone = runner.run(key, case.algorithm, jax.tree.map(jnp.asarray, hparams), case.init(), case.data, 2)
-            close(jax.tree.map(lambda leaf, h=h, s=s: leaf[h, s], (state, metrics)), alone)
+            state, seen = case.init(), []
+            for _ in range(rounds):
+                # A run gives its steps one half of its key (tests/core/test_runner.py) and its batches the other.
+                state, metrics = stepper(name)(jax.random.split(key)[0], hparams, state, case.data)
+                seen.append(metrics)
+            close(jax.tree.map(lambda leaf, h=h, s=s: leaf[h, s], swept), (state, runner.stack(seen)))
 
 
 @ALL
 def test_a_run_that_goes_through_a_checkpoint_file_is_the_whole_run_bit_for_bit(name, tmp_path):
-    case, path = build(name), tmp_path / "half"
-    hparams = jax.tree.map(jnp.asarray, case.hparams)
-    whole, metrics = runner.run(KEY, case.algorithm, hparams, case.init(), case.data, 4)
-    half, first = runner.run(KEY, case.algorithm, hparams, case.init(), case.data, 2)
-    checkpoint.save(path, half, {}, checkpoint.fingerprint(KEY, hparams))
-    loaded, _ = checkpoint.load(path, case.init(), checkpoint.fingerprint(KEY, hparams))
+    case, path, identity = build(name), tmp_path / "half", {"name": name}
+    (_, _), (half, _), (end, metrics) = trajectory(name)
+    checkpoint.save(path, half, {}, identity)
+    loaded, _ = checkpoint.load(path, case.init(), identity)
     bitwise(loaded, half)
-    end, second = runner.run(KEY, case.algorithm, hparams, loaded, case.data, 2)
-    bitwise(end, whole)
-    bitwise(jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second), metrics)
+    bitwise(stepper(name)(KEY, case.hparams, loaded, case.data), (end, metrics))
 
 
 @ALL
@@ -125,7 +129,7 @@ def test_every_leaf_of_the_state_keeps_its_dtype(name, dtype):
 @ALL
 def test_half_precision_prices_its_numbers_at_half_and_stays_finite(name):
     case = build(name, jnp.bfloat16)
-    state, metrics = jax.jit(case.algorithm.step)(KEY, case.hparams, case.init(), case.data)
+    state, metrics = by_sharded_jit(case.algorithm, 1)(KEY, case.hparams, case.init(), case.data)
     chex.assert_tree_all_finite((state.server, state.clients, metrics))
     exact = trajectory(name)[0][1]
     assert 0 < metrics.bits_up < exact.bits_up and metrics.bits_down * 4 == exact.bits_down
@@ -177,23 +181,19 @@ def test_a_client_s_row_does_not_depend_on_the_order_of_clients(name):
         close(found, metrics)
 
 
-def by_shard_map(case, devices):
-    return parallel.shard_step(case.algorithm, parallel.client_mesh(devices)), case.init(), case.data
-
-
-def by_pmap(case, devices):
-    return parallel.pmap_step(case.algorithm, devices), case.init(), case.data
-
-
-def by_sharded_jit(case, devices):
-    mesh = parallel.client_mesh(devices)
-    data = jax.device_put(case.data, NamedSharding(mesh, P(parallel.AXIS)))
-    return jax.jit(case.algorithm.step), parallel.shard(case.init(), mesh), data
+mesh = cache(parallel.client_mesh)
+by_shard_map = cache(lambda algorithm, devices: parallel.shard_step(algorithm, mesh(devices)))
+by_pmap = cache(parallel.pmap_step)
+by_sharded_jit = cache(lambda algorithm, devices: jax.jit(algorithm.step))
+WAYS = ["shard_map", "pmap", "sharded jit"]
 
 
 def same_trajectory_on_devices(name, way, devices):
     case = build(name)
-    step, state, data = way(case, devices)
+    step, state, data = way(case.algorithm, devices), case.init(), case.data
+    if way is by_sharded_jit:
+        state = parallel.shard(state, mesh(devices))
+        data = jax.device_put(data, NamedSharding(mesh(devices), P(parallel.AXIS)))
     for wanted in trajectory(name):
         state, metrics = step(KEY, case.hparams, state, data)
         if way is not by_pmap:
@@ -202,13 +202,13 @@ def same_trajectory_on_devices(name, way, devices):
 
 
 @ALL
-@pytest.mark.parametrize("way, devices", [(by_shard_map, 8), (by_pmap, 4), (by_sharded_jit, 2)])
+@pytest.mark.parametrize("way, devices", [(by_shard_map, 8), (by_pmap, 4), (by_sharded_jit, 2)], ids=WAYS)
 def test_devices_do_not_change_the_trajectory(name, way, devices):
     same_trajectory_on_devices(name, way, devices)
 
 
 # m-nice draws one event that all devices must agree on.
-@pytest.mark.parametrize("way", [by_shard_map, by_pmap, by_sharded_jit])
+@pytest.mark.parametrize("way", [by_shard_map, by_pmap, by_sharded_jit], ids=WAYS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_any_number_of_devices_gives_the_same_trajectory(way, devices):
     same_trajectory_on_devices("ef-bv m-nice", way, devices)
