@@ -45,7 +45,7 @@ def zero() -> Regularizer:
 def l1(weight: float) -> Regularizer:
     """R = weight |x|_1: soft thresholding.
 
-    >>> l1(1.0).prox(0.5, jnp.array([2.0, -0.2])).tolist()
+    >>> l1(1.0).prox(0.5, jnp.array([2.0, 0.2])).tolist()
     [1.5, 0.0]
     """
     _weight("l1", "weight", weight)

@@ -20,7 +20,7 @@ from commjax.compressors import (
     scaled,
     top_k,
 )
-from commjax.compressors.certify import trial_vectors
+from commjax.compressors.certify import _bounds, trial_vectors
 from tests.compressors.zoo import WITH_LAW, ZOO, moments, sizes
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -87,6 +87,26 @@ def test_samples_estimate_what_enumeration_knows():
     assert other.estimate != sampled.estimate
     careful = certify(compressor, d=4, n=2, trials=3, enumerate_up_to=0, z=10.0)
     assert careful.estimate == sampled.estimate and careful.measured.omega < sampled.measured.omega
+
+
+def test_bounds_are_what_their_names_say():
+    rng = np.random.default_rng(0)
+    xs, z, samples = rng.standard_normal((2, 3)), 3.0, 40
+    values = xs + 0.7 + rng.standard_normal((samples, 2, 3))
+    lower, estimate = _bounds(values, xs, z)
+    size = sizes(xs)
+    omega = np.var(values, axis=0, ddof=1).sum(axis=1) / size
+    omega_ran = np.var(values.mean(axis=1), axis=0, ddof=1).sum() / size.mean()
+    bias = np.linalg.norm(values.mean(axis=0) - xs, axis=1) / np.sqrt(size)
+    noise = np.sqrt(omega / samples)
+    assert estimate == pytest.approx((np.sqrt(bias**2 - noise**2).max(), omega.max(), omega_ran), rel=1e-12)
+    squares = np.sum((values - values.mean(axis=0)) ** 2, axis=2) / size
+    averages = np.sum((values - values.mean(axis=0)).mean(axis=1) ** 2, axis=1) / size.mean()
+    keep = 1 - 16 / samples
+    assert lower.eta == pytest.approx((bias - 4 * noise).max(), rel=1e-12) and lower.eta > 0
+    assert lower.omega == pytest.approx((keep * omega - z / np.sqrt(samples) * squares.std(axis=0)).max(), rel=1e-12)
+    assert lower.omega_ran == pytest.approx(keep * omega_ran - z / np.sqrt(samples) * averages.std(), rel=1e-12)
+    assert _bounds(xs + rng.standard_normal((4, 2, 3)), xs, 5.0)[0] == (0.0, 0.0, 0.0)  # too few to say anything
 
 
 def test_large_problems_are_sampled():

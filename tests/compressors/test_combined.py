@@ -143,6 +143,23 @@ def test_clients_and_rounds_do_not_share_randomness(compressor):
         assert 0.5 < np.sum(group**2) / len(group) / (np.sum(deviation**2) / len(deviation)) < 1.6
 
 
+@pytest.mark.parametrize(
+    "compressor",
+    [rand_k(2), leafwise(rand_k(2)), m_nice(1, rand_k(2)), scaled(0.5, rand_k(2)), rounded(rand_k(2))],
+    ids=lambda c: c.name,
+)
+def test_the_default_is_client_0_of_1(compressor):
+    x, key = jnp.asarray(cloud(0, 1, 64)[0]), jax.random.key(2)
+    data = compressor.encode(key, x)
+    assert data == compressor.encode(key, x, 0, 1) != compressor.encode(key, x, 1, 2)
+    value = compressor.compress(key, x, 0, 1).value
+    np.testing.assert_array_equal(compressor.compress(key, x).value, value)
+    np.testing.assert_array_equal(compressor.decode(key, data, x), value)
+    np.testing.assert_array_equal(compressor.decode(key, data, x, 0, 1), value)
+    assert compressor.constants(64) == compressor.constants(64, 1)
+    assert compressor.kept(64) == compressor.kept(64, 1) == 2
+
+
 def test_joint_compressors_agree_on_one_event_and_leaves_do_not():
     n = 4
     ones = {"a": jnp.ones((n, 8)), "b": jnp.ones((n, 8))}
