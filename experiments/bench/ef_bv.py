@@ -1,7 +1,7 @@
 """How fast is EF-BV?  All sides in one run on one machine, printed as ratios.
 
     python -m experiments.bench.ef_bv                    about 1 minute on 2 cores
-    python -m experiments.bench.ef_bv --torch True       with the batched torch side (pip install torch)
+    python -m experiments.bench.ef_bv --torch            with the batched torch side (pip install torch)
 
 comp-(1, 56), n = 1000 clients, d = 112, 8 rows a client, float32, like mushrooms; every side computes the loss too.  Each side is timed several times, in turn,
 and the best time counts: machines are shared and noisy.

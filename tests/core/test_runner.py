@@ -139,7 +139,7 @@ def test_minibatches_of_no_rows_are_refused(size):
 
 
 @pytest.mark.parametrize(
-    "data", [{"x": jnp.ones((4, 5, 2)), "y": jnp.ones((4, 6))}, {"x": jnp.ones((4, 5)), "s": jnp.ones(4)}]
+    "data", [{"x": jnp.ones((4, 5, 2)), "y": jnp.ones((4, 6))}, {"x": jnp.ones((4, 5)), "s": jnp.ones(4)}, jnp.ones(4)]
 )
 def test_minibatches_of_leaves_without_a_common_row_axis_are_refused(data):
     with pytest.raises(ValueError, match=r"every leaf of the data must be \[clients, rows, ...\], got shapes .*\(4,"):
