@@ -112,7 +112,8 @@ def _spread(state: State, hparams: Any, keys: Key) -> State:
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
     """The same algorithm with more metrics: each `measure(state, batch)` is taken at the state with which a round begins.
 
-    What the step computes as well (a gradient, say) the compiler computes once.
+    What the step computes as well (a gradient, say) the compiler computes once.  Under `shard_map` or `pmap` a measure sees the
+    clients of its own device only.
     """
     fields = namedtuple("Metrics", (*Metrics._fields, *measures))
 

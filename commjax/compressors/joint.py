@@ -122,7 +122,8 @@ def perm_k() -> Compressor:
     def bits(key, d, dtype, id, n):
         if d % n == 0 or d < n:
             return max(1, d // n) * value_bits(dtype)
-        return jnp.sum(owned(key, d, id, n)) * value_bits(dtype)
+        # In floats: the count times 32 may overflow int32.
+        return jnp.sum(owned(key, d, id, n)).astype(jnp.zeros(()).dtype) * value_bits(dtype)
 
     def unpack(key, data, d, dtype, id, n):
         mask = np.asarray(owned(key, d, id, n))
