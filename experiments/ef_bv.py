@@ -9,7 +9,8 @@
 
 Times are for 2 cores.  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
 Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by about sqrt(r_av/r) = 0.72 to 0.81 (measured 0.73 to 0.85, README).
-Killed runs go on from results/ef_bv/*.ckpt when the same command is given again.
+A command that was killed goes on when it is given again, finished panels are not run twice; more --rounds go on from fewer.
+Delete results/ef_bv/*.ckpt to begin anew.
 """
 
 from collections.abc import Callable
@@ -140,7 +141,6 @@ def compare(
         },
     )  # fmt: skip
     record.save(settings.out / label)
-    (settings.out / f"{label}.ckpt").unlink(missing_ok=True)
     return record
 
 
