@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
 from commjax import checkpoint as checkpoints
-from commjax import tree
+from commjax import local, tree
 from commjax.base import Algorithm, Key, Metrics, State
 from commjax.progress import progress_bar
 from commjax.records import Record, environment
@@ -31,26 +31,11 @@ def full_batch(key: Key, ids: Shaped[Array, "n"], data: PyTree) -> PyTree:
 
 
 def minibatches(size: int) -> BatchFn:
-    """`size` rows of each client, drawn uniformly with replacement, the same on any number of devices.
-
-    Data with a `weights` leaf (see `data.partition.stack`) is reweighted, so that the gradient stays unbiased under padding.
-    """
-    if size < 1:
-        raise ValueError(f"minibatches: size must be at least 1, got {size}")
+    """`local.minibatch(size)` of each client in every round, the same on any number of devices."""
+    draw = local.minibatch(size)
 
     def batch(key, ids, data):
-        counts = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(data)}
-        if len(counts) != 1 or 0 in counts:
-            shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
-            raise ValueError(f"minibatches: every leaf of the data must be [clients, rows, ...], got shapes {shapes}")
-        rows = counts.pop()
-
-        def one(id, data):
-            picked = jax.random.randint(jax.random.fold_in(key, id), (size,), 0, rows)
-            taken = jax.tree.map(lambda leaf: leaf[picked], data)
-            return taken._replace(weights=taken.weights * (rows / size)) if hasattr(taken, "weights") else taken
-
-        return jax.vmap(one)(ids, data)
+        return jax.vmap(lambda id, rows: draw(jax.random.fold_in(key, id), rows))(ids, data)
 
     return batch
 

@@ -216,8 +216,8 @@ def test_minibatch_gradients_are_unbiased():
         for i, g in enumerate(grad(x, batch)):
             row = np.flatnonzero((np.asarray(data.features[i]) == np.asarray(batch.features[i, 0])).all(-1))
             seen[i].setdefault(int(row[0]), np.asarray(g))
-    for i, exact in enumerate(grad(x, data)):  # all three rows are drawn, each equally likely: the mean is exact
-        assert len(seen[i]) == 3
+    for i, exact in enumerate(grad(x, data)):  # all rows that count are drawn, each equally likely: the mean is exact
+        assert len(seen[i]) == np.sum(data.weights[i] > 0)
         np.testing.assert_allclose(np.mean(list(seen[i].values()), axis=0), exact, rtol=1e-12)
 
 

@@ -142,5 +142,5 @@ def test_minibatches_of_no_rows_are_refused(size):
     "data", [{"x": jnp.ones((4, 5, 2)), "y": jnp.ones((4, 6))}, {"x": jnp.ones((4, 5)), "s": jnp.ones(4)}, jnp.ones(4)]
 )
 def test_minibatches_of_leaves_without_a_common_row_axis_are_refused(data):
-    with pytest.raises(ValueError, match=r"every leaf of the data must be \[clients, rows, ...\], got shapes .*\(4,"):
+    with pytest.raises(ValueError, match=r"every leaf of a client.s data must be \[rows, ...\], got shapes "):
         runner.minibatches(2)(KEY, jnp.arange(4), data)

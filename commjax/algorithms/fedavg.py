@@ -1,0 +1,67 @@
+"""FedAvg: local steps, then the mean of the models."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from commjax import clients, local, tree
+from commjax.base import Algorithm, Message, Params, State
+from commjax.local import Sample, ValueAndGrad
+
+
+class HParams(NamedTuple):
+    """stepsize: of the local steps; server: of the server's step along the mean update (1: the mean of the models)."""
+
+    stepsize: Any
+    server: Any = 1.0
+
+
+class Server(NamedTuple):
+    round: Int[Array, ""]
+    params: Params  # x
+
+
+class Client(NamedTuple):
+    id: Int[Array, "*n"]
+
+
+def fedavg(
+    value_and_grad: ValueAndGrad,
+    sample: Sample = local.all_rows,
+    *,
+    steps: int,
+    cohort: int | None = None,
+    over: Callable = jax.vmap,
+) -> Algorithm:
+    r"""FedAvg (LocalGD with exact gradients).
+
+        x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)
+        x   <- x + server mean_i (x_i - x)
+
+    Thesis: baseline of Ch. 3 to 5.  Holds if: with different f_i it stops in a neighbourhood that grows with `steps`.
+    Differs: f = mean_i f_i, so clients are not weighted by their numbers of rows.
+    """
+    train = local.sgd(value_and_grad, sample, steps)
+
+    def init(params: Params, ids: Int[Array, "n"]) -> State:
+        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
+
+    def client_step(round, hparams, server, client, data):
+        model, loss = train(round.own_key, hparams.stepsize, server.params, data)
+        update = tree.sub(model, server.params)
+        return client, Message(update, clients.bits_of(update)), loss
+
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+
+
+def server_step(hparams: Any, server: Any, update: Params) -> Any:
+    """x <- x + server update"""
+    return server._replace(round=server.round + 1, params=tree.add_scaled(server.params, hparams.server, update))
+
+
+def bits_down(server: Any) -> int:
+    """x, as it is"""
+    return clients.dense_bits(server.params)

@@ -1,0 +1,52 @@
+"""FedProx: FedAvg whose local steps are pulled back to the server's model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from commjax import clients, local, tree
+from commjax.algorithms.fedavg import Client, Server, bits_down, server_step
+from commjax.base import Algorithm, Message, Params, State
+from commjax.local import Sample, ValueAndGrad
+
+
+class HParams(NamedTuple):
+    """stepsize: of the local steps; mu: weight of the pull; server: of the server's step along the mean update."""
+
+    stepsize: Any
+    mu: Any
+    server: Any = 1.0
+
+
+def fedprox(
+    value_and_grad: ValueAndGrad,
+    sample: Sample = local.all_rows,
+    *,
+    steps: int,
+    cohort: int | None = None,
+    over: Callable = jax.vmap,
+) -> Algorithm:
+    r"""FedProx: `steps` local steps on f_i(x_i) + mu/2 |x_i - x|^2.
+
+        x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) + mu (x_i - x))
+        x   <- x + server mean_i (x_i - x)
+
+    Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).  Holds if: mu = 0 is FedAvg.
+    """
+    train = local.sgd(value_and_grad, sample, steps)
+
+    def init(params: Params, ids: Int[Array, "n"]) -> State:
+        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
+
+    def client_step(round, hparams, server, client, data):
+        def pull(model):
+            return tree.scale(hparams.mu, tree.sub(model, server.params))
+
+        model, loss = train(round.own_key, hparams.stepsize, server.params, data, pull)
+        update = tree.sub(model, server.params)
+        return client, Message(update, clients.bits_of(update)), loss
+
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over)

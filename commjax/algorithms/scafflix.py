@@ -1,0 +1,348 @@
+"""Scafflix: local training with control variates (Scaffnew), one stepsize a client, on the FLIX objective."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PyTree, Shaped
+
+from commjax import clients, local, tree
+from commjax.algorithms.flix import checked_alpha, checked_optimum, mixture, own
+from commjax.base import Algorithm, Key, Params, State
+from commjax.local import Sample, ValueAndGrad
+from commjax.theory import scafflix as theory
+
+MOST_STEPS = 1_000_000  # of one round, so that no p can make a program that does not end
+
+
+class HParams(NamedTuple):
+    """gamma: stepsize, alpha: weight of the global model (one number each, or one a client, indexed by id); p: chance to communicate."""
+
+    gamma: Any
+    alpha: Any
+    p: Any
+
+
+class Server(NamedTuple):
+    round: Int[Array, ""]
+    params: Params  # xbar of the last communication
+    iterations: Int[Array, ""]  # t
+    communications: Int[Array, ""]
+
+
+class Client(NamedTuple):
+    id: Int[Array, "*n"]
+    drift: PyTree  # e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), its way since the last communication; None if 0
+    shift: PyTree  # h_i
+    optimum: PyTree  # x_i*, or None where alpha = 1
+
+
+class Metrics(NamedTuple):
+    loss: Shaped[Array, "..."]  # mean f_i(xtilde_i) at the models with which the round began
+    bits_up: Shaped[Array, "..."]  # sent by one client, mean over clients
+    bits_down: Shaped[Array, "..."]
+    iterations: Shaped[Array, "..."]  # local steps of a participating client in this round
+
+
+class _Keys(NamedTuple):
+    coin: Key
+    cohort: Key
+    rows: Key
+
+
+def _keys(key: Key) -> _Keys:
+    return _Keys(*jax.random.split(key, 3))
+
+
+def _local_step(value_and_grad, sample, key, hparams, params, client, data, t):
+    """e <- e - gamma_i (g_i - h_i) with g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e)"""
+    model = tree.add(_start(hparams, params, client), client.drift)
+    rows = sample(jax.random.fold_in(jax.random.fold_in(key, t), client.id), data)
+    loss, grad = value_and_grad(model, rows)
+    step = tree.sub(grad, client.shift)
+    return client._replace(drift=tree.add_scaled(client.drift, -own(hparams.gamma, client.id), step)), loss
+
+
+def _start(hparams, params, client):
+    return params if client.optimum is None else mixture(own(hparams.alpha, client.id), params, client.optimum)
+
+
+def _upload(hparams, client):
+    """(alpha_i / gamma_i) e_i, and alpha_i^2 / gamma_i, which the server knows"""
+    alpha, gamma = own(hparams.alpha, client.id), own(hparams.gamma, client.id)
+    return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
+
+
+def _move(up, weight):
+    """xbar - (the last xbar) = sum_i (alpha_i/gamma_i) e_i / sum_i alpha_i^2/gamma_i; nobody moves it if every alpha_i is 0"""
+    return tree.scale(jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0), up)
+
+
+def _close(hparams, move, client):
+    """h_i <- h_i + (p/gamma_i) (alpha_i (xbar - last xbar) - e_i), e_i <- 0"""
+    alpha, gamma = own(hparams.alpha, client.id), own(hparams.gamma, client.id)
+    surprise = tree.sub(tree.scale(alpha, move), client.drift)
+    shift = tree.add_scaled(client.shift, hparams.p / gamma, surprise)
+    return client._replace(drift=tree.zeros_like(client.drift), shift=shift)
+
+
+def _traffic(key, communications, n, cohort, params):
+    """Bits up and down of one communication, mean over clients.  The cohort sends and receives; who was not in the last one
+    has to be told xbar before it can start."""
+    dense = clients.dense_bits(params)
+    if cohort is None or cohort == n:
+        return dense, dense
+    everyone = jnp.arange(n)
+    now = clients.cohort_members(jax.random.fold_in(key, communications), everyone, n, cohort)
+    before = clients.cohort_members(jax.random.fold_in(key, communications - 1), everyone, n, cohort)
+    newcomers = jnp.where(communications > 0, jnp.sum(now & ~before), 0)
+    return cohort / n * dense, (cohort + newcomers) / n * dense
+
+
+def _init(personal: bool, by_rounds: bool):
+    def init(
+        params: Params,
+        ids: Int[Array, "n"],
+        optimum: PyTree | None = None,
+        shift: PyTree | None = None,
+        alpha: ArrayLike | None = None,
+    ) -> State:
+        zeros = tree.repeat(tree.zeros_like(params), len(ids))
+        if shift is not None:
+            check_shift(shift, ids, 1.0 if alpha is None and not personal else alpha)
+        rows = Client(
+            id=ids,
+            drift=None if by_rounds else zeros,
+            shift=zeros if shift is None else shift,
+            optimum=checked_optimum(params, ids, optimum) if personal else None,
+        )
+        counter = jnp.zeros((), jnp.int32)
+        return State(Server(counter, params, counter, counter), rows)
+
+    return init
+
+
+def check_shift(shift: PyTree, ids: Array, alpha: ArrayLike | None) -> None:
+    """ValueError unless sum_i alpha_i h_i^0 = 0 (up to rounding)."""
+    if alpha is None:
+        raise ValueError("init with shift= needs alpha= as well, to check that sum_i alpha_i h_i = 0")
+    weights = np.broadcast_to(checked_alpha(alpha), (len(ids),)) if np.ndim(alpha) == 0 else checked_alpha(alpha)[ids]
+    for leaf in map(np.asarray, jax.tree.leaves(shift)):
+        total = np.tensordot(weights, leaf.astype(np.float64), axes=1)
+        scale = np.tensordot(weights, np.abs(leaf.astype(np.float64)), axes=1)
+        if not np.all(np.abs(total) <= 8 * len(ids) * jnp.finfo(leaf.dtype).eps * scale):
+            worst = float(np.max(np.abs(total)))
+            raise ValueError(
+                f"shift: sum_i alpha_i h_i must be 0 and is {worst:.3g} in some coordinate; allowed: zeros, or rows made by "
+                "scafflix.admissible_shift (h_i = grad f_i alone would make the start a fixed point)"
+            )
+
+
+def admissible_shift(gradients: PyTree, alpha: ArrayLike) -> PyTree:
+    """h_i^0 = grad f_i(xtilde_i^0) - sum_j alpha_j grad f_j(xtilde_j^0) / sum_j alpha_j; costs one extra aggregation.
+
+    Differs: S2 (L1416 takes grad f_i alone, from where the method never moves).
+    """
+    weights = np.broadcast_to(checked_alpha(alpha), (len(jax.tree.leaves(gradients)[0]),))
+    share = weights / weights.sum()
+
+    def one(leaf: Array) -> Array:
+        return leaf - jnp.tensordot(jnp.asarray(share, leaf.dtype), leaf, axes=1)[None]
+
+    return jax.tree.map(one, gradients)
+
+
+def scafflix(
+    value_and_grad: ValueAndGrad,
+    sample: Sample = local.all_rows,
+    *,
+    cohort: int | None = None,
+    over: Callable = jax.vmap,
+    personal: bool = True,
+) -> Algorithm:
+    r"""Scafflix; one step is one communication round, with K ~ Geometric(p) local steps that all clients share.
+
+        K times:     xtilde_i <- xtilde_i - gamma_i (g_i - h_i)
+        then:        xbar      = sum_i (alpha_i/gamma_i) (xtilde_i - (1 - alpha_i) x_i*) / sum_i alpha_i^2/gamma_i
+                     h_i      <- h_i + (p/gamma_i) (alpha_i xbar + (1 - alpha_i) x_i* - xtilde_i)
+                     xtilde_i <- alpha_i xbar + (1 - alpha_i) x_i*
+
+    The code carries e_i = xtilde_i - alpha_i xbar - (1 - alpha_i) x_i*, which starts every round at 0 and needs no alpha_i.
+    `sample` draws the rows of a stochastic gradient.  `init(params, ids, optimum=..., shift=..., alpha=...)`: x_i* of each
+    client (`flix.local_optima`); h_i^0 is 0, or given together with alpha.  `cohort`: so many clients a round work, send and
+    update h_i; the weights are normalised over them.  Before the first round each client tells the server alpha_i^2/gamma_i.
+
+    Thesis: Alg. Scafflix (L1263), Thm (L1343).
+    Holds if: f_i mu_i-strongly convex, gamma_i <= 1/A_i, x_i* exact, all clients take part.
+    Differs: S1 (the invariant is sum_i alpha_i h_i = 0, not sum_i h_i), S2, S3 (index), S4 (no division by alpha_i), S8 (cohort).
+    """
+    clients.check_cohort(cohort)
+
+    def step(key, hparams, state, batch, *, axis_name=None):
+        keys, server = _keys(key), state.server
+        n = clients.count(state.clients.id, axis_name)
+        here = clients.cohort(
+            jax.random.fold_in(keys.cohort, server.communications), state.clients.id, cohort, axis_name
+        )
+        last = _first_heads(keys.coin, hparams.p, server.iterations)
+        received = clients.broadcast(server.params, axis_name)
+
+        def train(client, data):
+            def one(t, carry):
+                client, first = carry
+                client, loss = _local_step(value_and_grad, sample, keys.rows, hparams, received, client, data, t)
+                return client, jnp.where(t == server.iterations, loss, first)
+
+            first = jax.eval_shape(value_and_grad, received, sample(keys.rows, data))[0]
+            zeros = (tree.zeros_like(received), jnp.zeros(first.shape, first.dtype))
+            drift, zero = tree.varying_like(zeros, client.id)
+            start = (client._replace(drift=drift), zero)
+            client, loss = jax.lax.fori_loop(server.iterations, last + 1, one, start)
+            return client, *_upload(hparams, client), loss
+
+        rows, up, weight, loss = over(train)(here.take(state.clients), here.take(batch))
+        move = _move(*clients.mean((up, weight), axis_name, here.weights))
+        rows = jax.vmap(lambda client: _close(hparams, clients.broadcast(move, axis_name), client))(rows)
+        shift = here.put(state.clients.shift, rows.shift)
+        bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
+        advanced = Server(
+            round=server.round + 1,
+            params=tree.add(server.params, move),
+            iterations=last + 1,
+            communications=server.communications + 1,
+        )
+        metrics = Metrics(
+            clients.mean(loss, axis_name, here.weights),
+            *(jnp.asarray(bits, jnp.zeros(()).dtype) for bits in (bits_up, bits_down)),
+            last + 1 - server.iterations,
+        )
+        return State(advanced, state.clients._replace(shift=shift)), metrics
+
+    return Algorithm(_init(personal, by_rounds=True), step)
+
+
+def _coin(key: Key, p: Any, t: Any) -> Array:
+    return jax.random.bernoulli(jax.random.fold_in(key, t), p)
+
+
+def _first_heads(key: Key, p: Any, start: Array) -> Array:
+    """The first iteration from `start` on whose coin says: communicate"""
+    return jax.lax.while_loop(
+        lambda t: ~_coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start
+    )
+
+
+def iterations(
+    value_and_grad: ValueAndGrad,
+    sample: Sample = local.all_rows,
+    *,
+    cohort: int | None = None,
+    personal: bool = True,
+) -> Algorithm:
+    """The same method, same coins, same trajectory; one step is one iteration, after which a coin may say: communicate.
+
+    This is the thesis's box (L1263) line by line, and what its theorem counts.  `scafflix` is faster: here both branches are
+    computed, and a cohort saves nothing.
+    """
+    clients.check_cohort(cohort)
+
+    def step(key, hparams, state, batch, *, axis_name=None):
+        keys, server = _keys(key), state.server
+        n = clients.count(state.clients.id, axis_name)
+        heads = _coin(keys.coin, hparams.p, server.iterations)
+        received = clients.broadcast(server.params, axis_name)
+        size = n if cohort is None else cohort
+        draw = jax.random.fold_in(keys.cohort, server.communications)
+        member = clients.cohort_members(draw, state.clients.id, n, size)
+        weights = member * jnp.asarray(n / size)
+
+        def train(client, data):
+            client, loss = _local_step(
+                value_and_grad, sample, keys.rows, hparams, received, client, data, server.iterations
+            )
+            return client, *_upload(hparams, client), loss
+
+        moved, up, weight, loss = jax.vmap(train)(state.clients, batch)
+        move = _move(*clients.mean((up, weight), axis_name, weights))
+        closed = jax.vmap(lambda client: _close(hparams, clients.broadcast(move, axis_name), client))(moved)
+        rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
+        rows = clients.Cohort(member, None, weights).put(state.clients, rows)
+        bits = _traffic(keys.cohort, server.communications, n, cohort, server.params)
+        advanced = Server(
+            round=server.round + 1,
+            params=jax.tree.map(lambda x, step: jnp.where(heads, x + step, x), server.params, move),
+            iterations=server.iterations + 1,
+            communications=server.communications + heads,
+        )
+        metrics = Metrics(
+            clients.mean(loss, axis_name, weights),
+            *(jnp.where(heads, jnp.asarray(one, jnp.zeros(()).dtype), 0) for one in bits),
+            jnp.ones((), jnp.int32),
+        )
+        return State(advanced, rows), metrics
+
+    return Algorithm(_init(personal, by_rounds=False), step)
+
+
+def i_scaffnew(value_and_grad: ValueAndGrad, sample: Sample = local.all_rows, **how: Any) -> Algorithm:
+    """Scafflix without personalization (alpha = 1, no x_i* needed).  Thesis: Alg. i-Scaffnew (L3484)."""
+    return scafflix(value_and_grad, sample, personal=False, **how)
+
+
+def hparams(gamma: ArrayLike, alpha: ArrayLike, p: float) -> HParams:
+    """HParams that were looked at: gamma > 0, alpha in [0, 1], p in (0, 1]."""
+    gamma, alpha = np.asarray(gamma, np.float64), checked_alpha(alpha)
+    if gamma.ndim > 1 or not np.all(np.isfinite(gamma) & (gamma > 0)):
+        raise ValueError(f"gamma={gamma}; allowed: one positive number, or one for each client")
+    if not 0 < p <= 1:
+        raise ValueError(f"p={p}; allowed: 0 < p <= 1")
+    return HParams(gamma, alpha, float(p))
+
+
+def theoretical(
+    A: Float[np.ndarray, "n"],
+    mu: ArrayLike,
+    alpha: ArrayLike = 1.0,
+    *,
+    C: Float[np.ndarray, "n"] | None = None,
+    epsilon: float | None = None,
+    gamma: ArrayLike | None = None,
+    p: float | None = None,
+    strict: bool = False,
+) -> HParams:
+    """gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i), with exact gradients A_i = L_i.
+
+    With stochastic gradients (C_i > 0, `theory.expected_smoothness`) and a target `epsilon`: gamma_i of Corollary 2.  A `gamma`
+    of one's own above 1/A_i is outside the theorem: a warning, or with `strict` a ValueError.
+
+    Thesis: Cor. 1 (L1386), Cor. 2 (L1395).  Differs: S6 (A_i is that of f_i, without alpha_i^2).
+
+    >>> theoretical(np.array([2.0, 8.0, 1.0]), np.array([0.5, 1.0, 0.1])).gamma.tolist()
+    [0.5, 0.125, 1.0]
+    """
+    A = np.asarray(A, np.float64)
+    mu = np.broadcast_to(np.asarray(mu, np.float64), A.shape)
+    if not np.all((A > 0) & (mu > 0) & (mu <= A * (1 + 1e-9))):
+        raise ValueError(f"A={A}, mu={mu}; allowed: 0 < mu_i <= A_i")
+    if (C is None) != (epsilon is None):
+        raise ValueError(f"C={C}, epsilon={epsilon}; allowed: both (stochastic gradients) or neither (exact ones)")
+    if gamma is None:
+        gamma = 1 / A if C is None else theory.stepsizes_for(epsilon, A, mu, C)
+    gamma = np.broadcast_to(np.asarray(gamma, np.float64), A.shape)
+    if np.any(gamma > (1 + 1e-9) / A):
+        i = int(np.argmax(gamma * A))
+        message = f"gamma_{i} = {gamma[i]:.4g} is above 1/A_{i} = {1 / A[i]:.4g}, which the theorem does not cover"
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    return hparams(gamma, alpha, min(1.0, theory.best_probability(gamma, mu)) if p is None else p)
+
+
+def scaffnew(A: Float[np.ndarray, "n"], mu: ArrayLike, p: float | None = None) -> HParams:
+    """One stepsize 1/max A_i for all, alpha = 1, for `i_scaffnew`: the method of Mishchenko et al. (2022)."""
+    A = np.asarray(A, np.float64)
+    return theoretical(A, mu, gamma=1 / A.max(), p=p)
