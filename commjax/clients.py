@@ -116,7 +116,7 @@ def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str |
     member = cohort_members(key, ids, n, size)
     if axis_name is None:
         return Cohort(member, jnp.nonzero(member, size=size)[0], None)
-    return Cohort(member, None, member * jnp.asarray(n / size))
+    return Cohort(member, None, jnp.where(member, n / size, 0.0))
 
 
 def federated(

@@ -54,7 +54,7 @@ def minibatch(size: int) -> Sample:
 def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Callable[..., tuple[Params, Array]]:
     """`train(key, stepsize, params, data, correction=None) -> (params, loss at the first step)`: `steps` times
 
-        x <- x - stepsize (grad f(x; rows) + correction(x))
+    x <- x - stepsize (grad f(x; rows) + correction(x))
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")

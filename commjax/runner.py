@@ -3,7 +3,7 @@
 import re
 from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,22 @@ def _spread(state: State, hparams: Any, keys: Key) -> State:
     return tree.repeat(tree.repeat(state, len(keys)), len(jax.tree.leaves(hparams)[0]))
 
 
+@cache
+def _metrics_type(fields: tuple[str, ...]) -> Any:
+    return namedtuple("Metrics", fields)
+
+
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
     """The same algorithm with more metrics: each `measure(state, batch)` is taken at the state with which a round begins.
 
     What the step computes as well (a gradient, say) the compiler computes once.  Under `shard_map` or `pmap` a measure sees the
     clients of its own device only.
     """
-    fields = namedtuple("Metrics", (*Metrics._fields, *measures))
 
     def step(key, hparams, state, batch, *, axis_name=None):
         seen = {name: measure(state, batch) for name, measure in measures.items()}
         state, metrics = algorithm.step(key, hparams, state, batch, axis_name=axis_name)
-        return state, fields(*metrics, *seen.values())
+        return state, _metrics_type((*metrics._fields, *measures))(*metrics, *seen.values())
 
     return algorithm._replace(step=step)
 
@@ -142,21 +146,21 @@ def loop(
     *,
     batch_fn: BatchFn = full_batch,
     chunk: int = 100,
-    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    evaluate: Callable[[State], dict[str, Any]] | None = None,
     checkpoint: str | Path | None = None,
     config: dict[str, Any] | None = None,
     bits_init: float | int = 0.0,
     label: str = "rounds",
     progress: bool = True,
 ) -> tuple[State, Record]:
-    """The same run in chunks; between them it evaluates `evaluate(params)`, shows progress and writes the checkpoint.
+    """The same run in chunks; between them it evaluates `evaluate(state)`, shows progress and writes the checkpoint.
 
     The run ends at round `num_rounds`.  If the checkpoint exists, it goes on from there, bit for bit as if it had never
     stopped; a checkpoint of another program, start, data, key or hparams is refused.  A run that diverges raises
     `DivergedError` and leaves the last good one in place.
 
     With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
-    sees all params at once, and a setting that diverges does not stop the others.
+    sees all states at once, and a setting that diverges does not stop the others.
     """
     if chunk < 1 or num_rounds < 0:
         raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
@@ -182,7 +186,7 @@ def loop(
     def evaluated() -> None:
         if evaluate is None:
             return
-        values = evaluate(state.server.params)
+        values = evaluate(state)
         if "round" in values:
             raise ValueError("evaluate must not return 'round', which is kept beside its values")
         for name, value in {**values, "round": done}.items():

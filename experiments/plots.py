@@ -12,8 +12,11 @@ import numpy as np
 from commjax.checkpoint import write_atomically
 
 # Colour-blind safe (Okabe-Ito), one colour a method throughout.
-COLORS = {"EF-BV": "#0072B2", "EF21": "#D55E00", "DIANA": "#009E73", "GD": "#000000"}
-STYLES = {"EF-BV": "-", "EF21": "--", "DIANA": "-.", "GD": ":"}
+COLORS = {
+    "EF-BV": "#0072B2", "EF21": "#D55E00", "DIANA": "#009E73", "GD": "#000000", "Scafflix": "#0072B2", "FLIX": "#D55E00",
+    "FedAvg": "#009E73", "FedProx": "#CC79A7", "Scaffold": "#E69F00", "Ditto": "#56B4E9",
+}  # fmt: skip
+STYLES = {"EF-BV": "-", "EF21": "--", "DIANA": "-.", "GD": ":", "FLIX": "--", "FedAvg": "-.", "Ditto": ":"}
 
 plt.rcParams.update(
     {

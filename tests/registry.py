@@ -14,7 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from commjax import compressors, prox
-from commjax.algorithms import ef_bv
+from commjax.algorithms import ditto, ef_bv, fedavg, fedprox, flix, scafflix, scaffold
 from commjax.base import Algorithm, Compressor, State
 from commjax.problems import quadratic
 
@@ -22,7 +22,10 @@ N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
 
 
 class Case(NamedTuple):
-    """`ids`, and every leaf of `data` and `per_client`, has one row per client."""
+    """`ids`, and every leaf of `data` and `per_client`, has one row per client.
+
+    `floating`: how many floating leaves the state has, at least; `silent`: rounds that send nothing are part of the method.
+    """
 
     name: str
     algorithm: Algorithm
@@ -31,6 +34,8 @@ class Case(NamedTuple):
     data: Any
     ids: jax.Array
     per_client: dict[str, Any]
+    floating: int = 3
+    silent: bool = False
 
     def init(self) -> State:
         return self.algorithm.init(self.params, self.ids, **self.per_client)
@@ -130,6 +135,45 @@ def on_a_network(name: str, dtype: Any) -> Case:
     return Case(name, algorithm, ef_bv.HParams(0.05, 0.4, 0.7), params, data, jnp.asarray(IDS), {})
 
 
+def on_local_steps(name: str, algorithm: Algorithm, hparams: Any, dtype: Any, floating: int, **how: Any) -> Case:
+    """A method with local steps, its algorithm one object for all dtypes."""
+    data = cast(PROBLEM, dtype)
+    per_client = {"optimum": data.c} if how.pop("personal", False) else {}
+    return Case(name, algorithm, hparams, start(dtype), data, jnp.asarray(IDS), per_client, floating, **how)
+
+
+L_I, MU_I = np.linalg.eigvalsh(PROBLEM.H)[:, [-1, 0]].T
+ALPHA = np.linspace(0.3, 1.0, N)
+LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
+    "scafflix": (
+        scafflix.scafflix(VALUE_AND_GRAD),
+        scafflix.theoretical(L_I, MU_I, ALPHA),
+        3,
+        {"personal": True},
+    ),
+    "scafflix cohort": (
+        scafflix.scafflix(VALUE_AND_GRAD, cohort=6),
+        scafflix.theoretical(L_I, MU_I, ALPHA),
+        3,
+        {"personal": True},
+    ),
+    # With the key of the conformance suite the coins of p = 0.6 are 1, 0, 1.
+    "scafflix iterations": (
+        scafflix.iterations(VALUE_AND_GRAD),
+        scafflix.theoretical(L_I, MU_I, ALPHA, p=0.6),
+        4,
+        {"personal": True, "silent": True},
+    ),
+    "i-scaffnew": (scafflix.i_scaffnew(VALUE_AND_GRAD), scafflix.theoretical(L_I, MU_I), 2, {}),
+    "flix": (flix.flix(VALUE_AND_GRAD), flix.theoretical(L_I, ALPHA), 2, {"personal": True}),
+    "fedavg": (fedavg.fedavg(VALUE_AND_GRAD, steps=3), fedavg.HParams(0.2), 1, {}),
+    "fedavg cohort": (fedavg.fedavg(VALUE_AND_GRAD, steps=3, cohort=6), fedavg.HParams(0.2), 1, {}),
+    "fedprox": (fedprox.fedprox(VALUE_AND_GRAD, steps=3), fedprox.HParams(0.2, 0.3), 1, {}),
+    "scaffold": (scaffold.scaffold(VALUE_AND_GRAD, steps=3), scaffold.HParams(0.2), 3, {}),
+    "ditto": (ditto.ditto(VALUE_AND_GRAD, steps=3), ditto.HParams(0.2, 0.1, 0.3), 2, {}),
+}
+
+
 BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     "ef-bv comp": lambda name, dtype: on_quadratics(name, "comp", None, dtype),
     "ef-bv top-k": lambda name, dtype: on_quadratics(name, "top-k", None, dtype),
@@ -145,6 +189,10 @@ BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     "diana": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.diana, dtype),
     "compressed gd": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.compressed_gd, dtype),
     "gd": on_gradient_descent,
+    **{
+        name: lambda name, dtype: on_local_steps(name, *LOCAL[name][:2], dtype, LOCAL[name][2], **LOCAL[name][3])
+        for name in LOCAL
+    },
 }
 NAMES = list(BUILDERS)
 

@@ -132,7 +132,9 @@ def theoretical(L_i: Float[np.ndarray, "n"], alpha: ArrayLike) -> HParams:
     alpha = checked_alpha(alpha)
     curvature = float(np.mean(alpha**2 * L_i))
     if not curvature > 0:
-        raise ValueError(f"alpha={alpha}, L_i={L_i}; allowed: at least one alpha_i L_i > 0, or there is nothing to minimise")
+        raise ValueError(
+            f"alpha={alpha}, L_i={L_i}; allowed: at least one alpha_i L_i > 0, or there is nothing to minimise"
+        )
     return HParams(1 / curvature, alpha if alpha.ndim else float(alpha))
 
 

@@ -36,7 +36,7 @@ class Server(NamedTuple):
 
 class Client(NamedTuple):
     id: Int[Array, "*n"]
-    drift: PyTree  # e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), its way since the last communication; None if 0
+    drift: PyTree  # e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), since the last communication; None if 0
     shift: PyTree  # h_i
     optimum: PyTree  # x_i*, or None where alpha = 1
 
@@ -68,12 +68,17 @@ def _local_step(value_and_grad, sample, key, hparams, params, client, data, t):
 
 
 def _start(hparams, params, client):
-    return params if client.optimum is None else mixture(own(hparams.alpha, client.id), params, client.optimum)
+    return params if client.optimum is None else mixture(_alpha(hparams, client), params, client.optimum)
+
+
+def _alpha(hparams, client):
+    """1 where there is no x_i* to mix with, whatever hparams say"""
+    return 1.0 if client.optimum is None else own(hparams.alpha, client.id)
 
 
 def _upload(hparams, client):
     """(alpha_i / gamma_i) e_i, and alpha_i^2 / gamma_i, which the server knows"""
-    alpha, gamma = own(hparams.alpha, client.id), own(hparams.gamma, client.id)
+    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
     return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
 
 
@@ -84,7 +89,7 @@ def _move(up, weight):
 
 def _close(hparams, move, client):
     """h_i <- h_i + (p/gamma_i) (alpha_i (xbar - last xbar) - e_i), e_i <- 0"""
-    alpha, gamma = own(hparams.alpha, client.id), own(hparams.gamma, client.id)
+    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
     surprise = tree.sub(tree.scale(alpha, move), client.drift)
     shift = tree.add_scaled(client.shift, hparams.p / gamma, surprise)
     return client._replace(drift=tree.zeros_like(client.drift), shift=shift)
@@ -113,7 +118,12 @@ def _init(personal: bool, by_rounds: bool):
     ) -> State:
         zeros = tree.repeat(tree.zeros_like(params), len(ids))
         if shift is not None:
-            check_shift(shift, ids, 1.0 if alpha is None and not personal else alpha)
+            found = jax.tree.map(jnp.shape, shift)
+            if found != jax.tree.map(jnp.shape, zeros):
+                raise ValueError(
+                    f"shift must have one row of the params for each of {len(ids)} clients, got shapes {found}"
+                )
+            check_shift(shift, ids, alpha if personal else 1.0)
         rows = Client(
             id=ids,
             drift=None if by_rounds else zeros,
@@ -231,9 +241,7 @@ def _coin(key: Key, p: Any, t: Any) -> Array:
 
 def _first_heads(key: Key, p: Any, start: Array) -> Array:
     """The first iteration from `start` on whose coin says: communicate"""
-    return jax.lax.while_loop(
-        lambda t: ~_coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start
-    )
+    return jax.lax.while_loop(lambda t: ~_coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start)
 
 
 def iterations(
@@ -258,7 +266,7 @@ def iterations(
         size = n if cohort is None else cohort
         draw = jax.random.fold_in(keys.cohort, server.communications)
         member = clients.cohort_members(draw, state.clients.id, n, size)
-        weights = member * jnp.asarray(n / size)
+        weights = jnp.where(member, n / size, 0.0)
 
         def train(client, data):
             client, loss = _local_step(
@@ -276,7 +284,7 @@ def iterations(
             round=server.round + 1,
             params=jax.tree.map(lambda x, step: jnp.where(heads, x + step, x), server.params, move),
             iterations=server.iterations + 1,
-            communications=server.communications + heads,
+            communications=server.communications + heads.astype(jnp.int32),
         )
         metrics = Metrics(
             clients.mean(loss, axis_name, weights),

@@ -144,21 +144,59 @@ def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_ite
     weights = partition.row_weights(rows, len(dataset.features))
     used = weights > 0
     A = dataset.labels[used, None] * dataset.features[used]
-    weights = weights[used]
+    d = A.shape[1]
+    return _newton(A, np.zeros(len(A)), weights[used], mu, np.zeros(d), 0.0, tol, max_iterations)
+
+
+def flix_optimum(
+    dataset: Dataset,
+    rows: Rows,
+    mu: float,
+    alpha: ArrayLike,
+    anchors: Float[np.ndarray, "n d"],
+    tol: float = 1e-12,
+    max_iterations: int = 100,
+) -> Optimum:
+    """The same for the FLIX objective (1/n) sum_i f_i(alpha_i x + (1 - alpha_i) x_i*), x_i* the rows of ``anchors``.
+
+    Holds if: mu > 0 and some alpha_i > 0.  |grad| <= tol max_i alpha_i, since the gradient has a factor alpha_i.
+
+    >>> two = Dataset(np.array([[1.0], [1.0]]), np.array([-1.0, 1.0]), "two")
+    >>> flix_optimum(two, [np.array([0, 1])], 0.1, 0.5, np.zeros((1, 1))).params
+    array([0.])
+    """
+    _check_weight("mu", mu, allow_zero=False)
+    partition.check(dataset, rows)
+    n = len(rows)
+    alphas = np.broadcast_to(np.asarray(alpha, np.float64), (n,))
+    if not (np.all((alphas >= 0) & (alphas <= 1)) and alphas.max() > 0):
+        raise ValueError(f"alpha={alpha}; allowed: in [0, 1], and at least one above 0")
+    fixed = (1 - alphas)[:, None] * anchors
+    signed = [dataset.labels[ids, None] * dataset.features[ids] for ids in rows]
+    A = np.concatenate([one * part for one, part in zip(alphas, signed, strict=True)])
+    offset = np.concatenate([part @ one for part, one in zip(signed, fixed, strict=True)])
+    weights = np.repeat([1 / (n * len(ids)) for ids in rows], [len(ids) for ids in rows])
+    linear, constant = mu * np.mean(alphas[:, None] * fixed, axis=0), mu / 2 * np.sum(fixed**2) / n
+    ridge = mu * float(np.mean(alphas**2))
+    return _newton(A, offset, weights, ridge, linear, float(constant), tol * alphas.max(), max_iterations)
+
+
+def _newton(A, offset, weights, ridge, linear, constant, tol, max_iterations) -> Optimum:
+    """min_x sum_r weights_r log(1 + exp(-(A x + offset)_r)) + ridge/2 |x|^2 + <linear, x> + constant"""
 
     def value(x: np.ndarray) -> float:
-        return float(weights @ np.logaddexp(0, -(A @ x)) + mu / 2 * x @ x)
+        return float(weights @ np.logaddexp(0, -(A @ x + offset)) + ridge / 2 * x @ x + linear @ x + constant)
 
-    x = np.zeros(A.shape[1])
+    x, norm = np.zeros(A.shape[1]), np.inf
     for _ in range(max_iterations):
-        margin = A @ x
+        margin = A @ x + offset
         wrong = np.exp(-np.logaddexp(0, margin))  # the probability given to the wrong label
-        gradient = mu * x - A.T @ (weights * wrong)
+        gradient = ridge * x + linear - A.T @ (weights * wrong)
         norm = float(np.linalg.norm(gradient))
         if norm <= tol:
             return Optimum(x, value(x), norm)
         hessian = (A.T * (weights * wrong * (1 - wrong))) @ A
-        hessian[np.diag_indices_from(hessian)] += mu
+        hessian[np.diag_indices_from(hessian)] += ridge
         direction = -np.linalg.solve(hessian, gradient)
         # Near the optimum the decrease is below rounding: allow for it, and Newton's full step goes through.
         here, slope, rounding = value(x), gradient @ direction, 1e-14

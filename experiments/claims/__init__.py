@@ -20,7 +20,7 @@ class Claim:
     thesis: str  # its figure
     measured: str  # ours, now
     verdict: Verdict
-    errata: str = ""  # for "corrected": the number in docs/errata.md
+    errata: str = ""  # for "corrected", and for "differs" where it is known: the number in docs/errata.md
     figure: bytes | None = None  # a PNG
 
     def __post_init__(self):

@@ -120,7 +120,7 @@ def test_every_leaf_of_the_state_keeps_its_dtype(name, dtype):
     case = build(name, dtype)
     state = case.init()
     floating = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    assert {leaf.dtype for leaf in floating} == {jnp.dtype(dtype)} and len(floating) >= 3
+    assert {leaf.dtype for leaf in floating} == {jnp.dtype(dtype)} and len(floating) >= case.floating
     after, metrics = jax.eval_shape(case.algorithm.step, KEY, case.hparams, state, case.data)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     assert metrics.loss.dtype == dtype and metrics.bits_up.dtype == jnp.zeros(()).dtype
@@ -156,7 +156,7 @@ def test_the_round_advances_by_one_and_clients_keep_their_ids_and_metrics_are_fi
         np.testing.assert_array_equal(state.clients.id, case.ids)
         chex.assert_trees_all_equal_structs(state.server.params, case.params)
         chex.assert_tree_all_finite((state.server, state.clients, metrics))
-        assert metrics.bits_up > 0 and metrics.bits_down > 0
+        assert (metrics.bits_up > 0) == (metrics.bits_down > 0) and (metrics.bits_up > 0 or case.silent)
         chex.assert_shape(list(metrics), ())
 
 

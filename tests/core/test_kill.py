@@ -28,9 +28,9 @@ hparams = ef_bv.theoretical(compressor.constants(6, 4), quadratic.constants(prob
 algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
 state = algorithm.init(jnp.ones(6), jnp.arange(4))
 
-def evaluate(params):
+def evaluate(state):
     time.sleep(pause)
-    return {"norm": float(jnp.linalg.norm(params))}
+    return {"norm": float(jnp.linalg.norm(state.server.params))}
 
 state, record = runner.loop(
     jax.random.key(1), algorithm, hparams, state, jax.tree.map(jnp.asarray, problem), 120,

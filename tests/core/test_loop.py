@@ -45,7 +45,8 @@ def test_the_loop_is_the_run_bit_for_bit_whatever_the_chunk(chunk):
 def test_evaluations_are_taken_at_the_start_and_after_each_chunk_with_their_rounds():
     seen = []
 
-    def evaluate(params):
+    def evaluate(state):
+        params = state.server.params
         seen.append(np.asarray(params))
         return {"norm": float(np.linalg.norm(params)), "array": jnp.sum(params)}
 
@@ -61,9 +62,9 @@ def test_evaluations_are_taken_at_the_start_and_after_each_chunk_with_their_roun
 def test_a_resumed_loop_gives_the_whole_state_and_record_without_evaluating_twice(tmp_path, stop):
     calls = []
 
-    def evaluate(params):
+    def evaluate(state):
         calls.append(1)
-        return {"norm": jnp.linalg.norm(params)}
+        return {"norm": jnp.linalg.norm(state.server.params)}
 
     options = {"chunk": 2, "evaluate": evaluate}
     whole, record = loop(6, **options)
@@ -220,7 +221,7 @@ def test_a_sweep_in_chunks_is_the_sweep_and_resumes_and_outlives_a_diverging_set
         "key": keys,
         "hparams": settings,
         "chunk": 2,
-        "evaluate": lambda x: {"first": x[..., 0], "one": 1.0},
+        "evaluate": lambda state: {"first": state.server.params[..., 0], "one": 1.0},
     }
     state, metrics = runner.sweep(keys, CASE.algorithm, settings, CASE.init(), CASE.data, 6)
     whole, record = loop(6, **options)
@@ -250,7 +251,7 @@ def test_bad_numbers_of_rounds_are_refused(chunk, rounds):
 
 def test_what_cannot_be_one_number_a_round_is_refused():
     with pytest.raises(ValueError, match="eval/params must be one number"):
-        loop(1, evaluate=lambda params: {"params": params})
+        loop(1, evaluate=lambda state: {"params": state.server.params})
     with pytest.raises(ValueError, match="evaluate must not return 'round'"):
         loop(1, evaluate=lambda params: {"round": 1.0})
     vector = runner.observe(CASE.algorithm, params=lambda state, batch: state.server.params)

@@ -1,0 +1,107 @@
+"""MNIST and Fashion-MNIST from their IDX files."""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+NAMES = ("mnist", "fashion_mnist")
+_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+class Images(NamedTuple):
+    """Images in [0, 1] and their classes 0, 1, 2, ..., a training and a test part.
+
+    >>> Images(np.zeros((3, 8, 8, 1), "f4"), np.zeros(3, "i4"), np.zeros((1, 8, 8, 1), "f4"), np.zeros(1, "i4")).train.shape
+    (3, 8, 8, 1)
+    """
+
+    train: Float32[np.ndarray, "N h w c"]
+    train_labels: Int32[np.ndarray, "N"]
+    test: Float32[np.ndarray, "M h w c"]
+    test_labels: Int32[np.ndarray, "M"]
+
+
+def read_idx(path: str | os.PathLike) -> np.ndarray:
+    """The array in an IDX file, plain or gzip: two zero bytes, dtype, number of axes, lengths, values, all big-endian.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "labels-idx1-ubyte")
+    ...     _ = path.write_bytes(bytes([0, 0, 8, 1]) + bytes([0, 0, 0, 3]) + bytes([7, 2, 1]))
+    ...     read_idx(path)
+    array([7, 2, 1], dtype=uint8)
+    """
+    content = Path(path).read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: damaged gzip file ({error}); allowed: a whole one") from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES or content[3] == 0:
+        raise ValueError(
+            f"{path}: begins with the bytes {content[:4].hex(' ') or 'of no content'}; "
+            "allowed: 00 00, dtype 08, 09, 0b, 0c, 0d or 0e, number of axes at least 01"
+        )
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise ValueError(f"{path}: {len(content)} bytes, but the header of {content[3]} axes has {start}")
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    dtype = np.dtype(_DTYPES[content[2]])
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) - start != expected:
+        raise ValueError(f"{path}: {len(content) - start} bytes of values; shape {shape} of {dtype} has {expected}")
+    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    arrays = []
+    for stem in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        path = next((p for p in (folder / f"{stem}.gz", folder / stem) if p.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(f"no {stem}.gz (or {stem}) in {folder}: put the four IDX files of the set there")
+        arrays.append(read_idx(path))
+    images, labels = arrays
+    if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
+        raise ValueError(f"{folder}, {part}: images {images.dtype}{list(images.shape)}; allowed: uint8[N, 28, 28]")
+    if labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
+        raise ValueError(
+            f"{folder}, {part}: labels of shape {list(labels.shape)} up to {labels.max(initial=0)} for {len(images)} "
+            "images; allowed: one of 0..9 each"
+        )
+    return images[..., None].astype(np.float32) / np.float32(255), labels.astype(np.int32)
+
+
+def load(name: str, folder: str | os.PathLike | None = None) -> Images:
+    """ "mnist" or "fashion_mnist" from ``folder/name/`` (default: the environment variable ``COMMJAX_DATA``).
+
+    There it looks for {train,t10k}-images-idx3-ubyte and {train,t10k}-labels-idx1-ubyte, with or without .gz.
+
+    >>> load("cifar10")
+    Traceback (most recent call last):
+        ...
+    ValueError: name='cifar10'; allowed: 'mnist', 'fashion_mnist'
+    """
+    if name not in NAMES:
+        raise ValueError(f"name={name!r}; allowed: {', '.join(map(repr, NAMES))}")
+    return Images(*_part(data_folder(name, folder), "train"), *_part(data_folder(name, folder), "t10k"))
+
+
+def data_folder(name: str, folder: str | os.PathLike | None = None) -> Path:
+    """``folder/name``, where folder defaults to the environment variable ``COMMJAX_DATA``.
+
+    >>> data_folder("mnist", "my_data").as_posix()
+    'my_data/mnist'
+    """
+    folder = folder or os.environ.get("COMMJAX_DATA")
+    if not folder:
+        raise FileNotFoundError(
+            f"no folder for {name}: name one, or set the environment variable COMMJAX_DATA to the folder with {name}/"
+        )
+    return Path(folder, name)

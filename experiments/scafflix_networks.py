@@ -1,0 +1,332 @@
+"""Networks of Chapter 3: what each method's clients deploy, measured on rows that nobody trained or tuned on.
+
+Every client's rows are cut into training, validation and test parts (60/15/25 %).  Stepsizes are tuned over one grid, the same for all methods,
+by validation accuracy with one seed; the figures show test accuracy over `seeds` other seeds (which draw the network's start, the
+local optima, cohorts, coins and rows).  FedAvg, FedProx, Scaffold and Ditto take 1/p local steps of `batch` rows a round, Scafflix
+takes Geometric(p) of them, FLIX one step of batch/p rows: the same work a round on average.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from commjax import clients, local, runner
+from commjax.algorithms import ditto, fedavg, fedprox, flix, scafflix, scaffold
+from commjax.base import Algorithm
+from commjax.data import embedded, images, partition, text
+from commjax.data.partition import Examples
+from commjax.problems import networks
+from commjax.records import Record
+from experiments import plots
+
+
+@dataclass(frozen=True)
+class Settings:
+    task: Literal["digits", "fashion", "shakespeare"] = (
+        "fashion"  # digits is embedded; the others are read from $COMMJAX_DATA
+    )
+    model: Literal["small", "thesis", "fedjax"] = "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
+    clients: int = 100  # at most; Shakespeare: the speakers with most windows
+    rows: int = 200  # of each client, at most
+    cohort: int = 10  # clients a round
+    rounds: int = 200  # communication rounds
+    batch: int = 20  # rows of a stochastic gradient
+    p: float = 0.2  # Scafflix's chance to communicate; 1/p local steps of the others
+    alpha: float = 0.3  # weight of the global model
+    local_steps: int = 200  # of each client's own training towards x_i*
+    local_stepsize: float = 0.1  # of these
+    stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)  # the grid, the same for all methods
+    seeds: int = 5  # error bars
+    every: int = 20  # rounds between two evaluations
+    out: Path = Path("results/scafflix")  # records, figures, checkpoints
+    progress: bool = True  # show a bar
+
+
+class Task(NamedTuple):
+    """Stacked rows of all clients, and the problem's functions."""
+
+    train: Examples
+    validation: Examples
+    test: Examples
+    problem: networks.Classification
+
+
+class Method(NamedTuple):
+    """How a method is made and what its clients deploy."""
+
+    build: Callable[[Any, Settings], Algorithm]  # (value_and_grad, settings)
+    hparams: Callable[[float, Settings], Any]  # (stepsize, settings)
+    model: Callable[[Any, Any, Any], Any] = lambda hparams, server, client: server.params  # of one client
+    personal: bool = False  # starts from local optima
+
+
+def _steps(settings: Settings) -> int:
+    return round(1 / settings.p)
+
+
+def _how(settings: Settings) -> dict[str, Any]:
+    """A full network fills the machine by itself: one client after another is faster there."""
+    return {"cohort": settings.cohort, "over": jax.vmap if settings.model == "small" else clients.one_by_one}
+
+
+def _local(make: Callable) -> Callable[[Any, Settings], Algorithm]:
+    def build(value_and_grad, settings):
+        return make(value_and_grad, local.minibatch(settings.batch), steps=_steps(settings), **_how(settings))
+
+    return build
+
+
+def _mixed(hparams, server, client):
+    return flix.mixture(hparams.alpha, server.params, client.optimum)
+
+
+METHODS = {
+    "Scafflix": Method(
+        lambda f, s: scafflix.scafflix(f, local.minibatch(s.batch), **_how(s)),
+        lambda gamma, s: scafflix.HParams(gamma, s.alpha, s.p), _mixed, personal=True,
+    ),
+    "FLIX": Method(
+        lambda f, s: flix.flix(f, local.minibatch(s.batch * _steps(s)), **_how(s)),
+        lambda gamma, s: flix.HParams(gamma, s.alpha), _mixed, personal=True,
+    ),
+    "FedAvg": Method(_local(fedavg.fedavg), lambda gamma, s: fedavg.HParams(gamma, 1.0)),
+    "FedProx": Method(_local(fedprox.fedprox), lambda gamma, s: fedprox.HParams(gamma, 0.1, 1.0)),
+    "Scaffold": Method(_local(scaffold.scaffold), lambda gamma, s: scaffold.HParams(gamma, 1.0)),
+    "Ditto": Method(
+        _local(ditto.ditto), lambda gamma, s: ditto.HParams(gamma, gamma, 0.1, 1.0), lambda h, server, client: client.model
+    ),
+}  # fmt: skip
+MAIN = ("Scafflix", "FLIX", "FedAvg")
+
+
+@cache
+def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
+    """Fashion-MNIST: 5 of 10 classes a client (class-wise); digits: 3 of 10; Shakespeare: a client a speaker."""
+    module: Any
+    if task == "shakespeare":
+        windows = text.roles(text.load(), length=80 if model != "small" else 40, minimum=20)
+        _, rows = partition.by_group(windows.speakers)
+        rows = sorted(rows, key=len, reverse=True)[:most_clients]
+        inputs, targets = windows.inputs, windows.targets
+        widths = (256, 256) if model != "small" else (64,)
+        module = networks.ShakespeareLstm(windows.num_ids, widths=widths)
+    else:
+        found = embedded.digits() if task == "digits" else images.load("fashion_mnist")
+        inputs, targets = found.train, found.train_labels
+        n = min(most_clients, 20) if task == "digits" else most_clients
+        rows = partition.class_wise(targets, n, 3 if task == "digits" else 5)
+        full = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn}
+        module = full[model](classes=10, patches=True) if model in full else networks.SmallCnn(patches=True)
+    rng = np.random.default_rng(0)
+    rows = [rng.permutation(ids)[:most_rows] for ids in rows]
+    rest, test = partition.holdout(rows, 0.25)
+    train, validation = partition.holdout(rest, 0.2)
+    parts = [jax.tree.map(jnp.asarray, partition.examples(inputs, targets, part)) for part in (train, validation, test)]
+    return Task(*parts, networks.classification(module))
+
+
+@cache
+def _compiled(problem: networks.Classification, build: Callable, settings: Settings) -> Algorithm:
+    """One object a setting, so that seeds and stepsizes share a compiled program."""
+    return build(jax.value_and_grad(problem.loss), settings)
+
+
+@partial(jax.jit, static_argnames=("problem", "model"))
+def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
+    """Right over all targets, each client with the model that it deploys."""
+
+    def one(client, data):
+        return problem.accuracy_sums(model(hparams, server, client), data)
+
+    right, total = clients.one_by_one(one)(rows, examples)
+    return right.sum() / total.sum()
+
+
+def begin(task: Task, settings: Settings, seed: int, personal: bool):
+    """The network's start, and x_i* by local SGD from there."""
+    key_init, key_local = jax.random.split(jax.random.key(1000 + seed))
+    params = task.problem.init(key_init, task.train.inputs[0, :1])
+    if not personal:
+        return params, None
+    optimum = flix.local_sgd(
+        key_local, jax.value_and_grad(task.problem.loss), params, task.train, stepsize=settings.local_stepsize,
+        steps=settings.local_steps, sample=local.minibatch(settings.batch), over=_how(settings)["over"],
+    )  # fmt: skip
+    return params, optimum
+
+
+class Starts:
+    """Starts of the seeds, each made once a command."""
+
+    def __init__(self, task: Task, settings: Settings):
+        self.make = cache(lambda seed, personal: begin(task, settings, seed, personal))
+
+
+def train(
+    task: Task, name: str, stepsize: float, seed: int, starts: Starts, settings: Settings, label: str = ""
+) -> Record:
+    """One run; its record has test and validation accuracy every few rounds."""
+    method = METHODS[name]
+    shape = replace(settings, alpha=0.0, stepsizes=(), seeds=0)  # what does not change the program
+    algorithm, hparams = _compiled(task.problem, method.build, shape), method.hparams(stepsize, settings)
+    params, optimum = starts.make(seed, method.personal)
+    n = len(task.train.weights)
+    state = algorithm.init(params, jnp.arange(n), **({"optimum": optimum} if method.personal else {}))
+
+    def evaluate(state):
+        measured = partial(accuracy, task.problem, method.model, hparams, state.server, state.clients)
+        return {"test": float(measured(task.test)), "validation": float(measured(task.validation))}
+
+    label = label or f"{settings.task}_{name}_{stepsize:g}_{seed}"
+    path = settings.out / "networks" / label
+    _, record = runner.loop(
+        jax.random.key(seed), algorithm, hparams, state, task.train, settings.rounds, chunk=settings.every, evaluate=evaluate,
+        checkpoint=path.with_name(path.name + ".ckpt"), label=label, progress=settings.progress,
+        config={"task": settings.task, "method": name, "stepsize": stepsize, "seed": seed, "clients": n, "cohort": settings.cohort},
+    )  # fmt: skip
+    record.save(path)
+    return record
+
+
+def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> float:
+    """The stepsize of the grid with the best last validation accuracy, seed 0; a run that diverges loses."""
+    scores = {}
+    for stepsize in settings.stepsizes:
+        try:
+            scores[stepsize] = float(train(task, name, stepsize, 0, starts, settings).evaluations["validation"][-1])
+        except runner.DivergedError:
+            scores[stepsize] = -1.0
+    return max(scores, key=lambda stepsize: scores[stepsize])
+
+
+def measure(task: Task, names, settings: Settings) -> dict[str, dict]:
+    """Tune, then run the seeds: test accuracy [seed, evaluation] against megabits up of one client."""
+    found = {}
+    starts = Starts(task, settings)
+    for name in names:
+        stepsize = tuned(task, name, starts, settings)
+        records = [train(task, name, stepsize, 1 + seed, starts, settings) for seed in range(settings.seeds)]
+        at = records[0].evaluations["round"].astype(int)
+        bits = np.concatenate([[0], np.cumsum(records[0].metrics["bits_up"])])[at] / 1e6
+        found[name] = {
+            "stepsize": stepsize,
+            "megabits": bits,
+            "test": np.array([r.evaluations["test"] for r in records]),
+        }
+    if any(METHODS[name].personal for name in names):
+        found["local only"] = {"test": np.array([alone(task, starts, 1 + seed) for seed in range(settings.seeds)])}
+    return found
+
+
+def alone(task: Task, starts: Starts, seed: int) -> float:
+    """Test accuracy of the local optima by themselves, for which nothing is sent."""
+    params, optimum = starts.make(seed, True)
+    rows = flix.Client(jnp.arange(len(task.train.weights)), optimum)
+    server = flix.Server(jnp.zeros((), jnp.int32), params)
+    return float(accuracy(task.problem, _mixed, flix.HParams(0.0, 0.0), server, rows, task.test))
+
+
+def table(found: dict[str, dict], settings: Settings) -> tuple[str, list[dict]]:
+    rows = []
+    for name, one in found.items():
+        last = one["test"][:, -1] if one["test"].ndim == 2 else one["test"]
+        rows.append(
+            {
+                "task": settings.task, "method": name, "stepsize": one.get("stepsize"), "accuracy": 100 * float(last.mean()),
+                "std": 100 * float(last.std(ddof=1)) if len(last) > 1 else float("nan"), "megabits": float(one["megabits"][-1]) if "megabits" in one else 0.0,
+            }
+        )  # fmt: skip
+    lines = [
+        f"{settings.task}: test accuracy of what the clients deploy after {settings.rounds} rounds, mean +- deviation of {settings.seeds} seeds",
+        f"{'method':12} {'stepsize':>8} {'accuracy, %':>16} {'Mbit up':>9}",
+    ]
+    lines += [
+        f"{r['method']:12} {'' if r['stepsize'] is None else format(r['stepsize'], 'g'):>8} {r['accuracy']:8.2f} +- {r['std']:4.2f} {r['megabits']:9.3f}"
+        for r in rows
+    ]
+    return "\n".join(lines), rows
+
+
+def curves(axes, found: dict[str, dict]) -> None:
+    for name, one in found.items():
+        mean, spread = 100 * one["test"].mean(axis=0), 100 * one["test"].std(axis=0, ddof=1)
+        if name == "local only":
+            axes.axhline(mean, color="grey", linestyle=":", linewidth=1, label="local only")
+            continue
+        axes.errorbar(one["megabits"], mean, yerr=spread, capsize=1.5, elinewidth=0.7, **plots.style(name))
+    axes.set_xlabel("Mbit sent by one client")
+    axes.set_ylabel("test accuracy, %")
+
+
+def generalisation(settings: Settings) -> list[dict]:
+    """Fig. L1476: Scafflix, FLIX and FedAvg, tuned alike; the dotted line is what clients reach without any communication."""
+    from experiments.scafflix import save_table
+
+    task = load(settings.task, settings.model, settings.clients, settings.rows)
+    found = measure(task, MAIN, settings)
+    figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
+    curves(axes, found)
+    axes.set_title(
+        f"{settings.task}, {len(task.train.weights)} clients, $\\alpha$ = {settings.alpha:g}, p = {settings.p:g}"
+    )
+    axes.legend()
+    plots.save(figure, settings.out / f"generalisation_{settings.task}.png")
+    text_table, rows = table(found, settings)
+    save_table(settings.out / f"generalisation_{settings.task}", rows, text_table)
+    return rows
+
+
+def baselines(settings: Settings) -> list[dict]:
+    """The table of L3789, with the methods that are built here; its FedCR, FedPAC and FedSR are not."""
+    from experiments.scafflix import save_table
+
+    task = load(settings.task, settings.model, settings.clients, settings.rows)
+    found = measure(task, tuple(METHODS), settings)
+    text_table, rows = table(found, settings)
+    save_table(settings.out / f"baselines_{settings.task}", rows, text_table)
+    return rows
+
+
+def ablations(settings: Settings) -> list[dict]:
+    """Fig. L1506: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
+    from experiments.scafflix import save_table
+
+    task = load(settings.task, settings.model, settings.clients, settings.rows)
+    starts = Starts(task, settings)
+    stepsize = tuned(task, "Scafflix", starts, settings)
+    n = len(task.train.weights)
+    panels = {
+        "alpha": (0.1, 0.3, 0.5, 0.7, 0.9),
+        "cohort": tuple(size for size in (1, 5, 10, 20) if size <= n),
+        "p": (0.1, 0.2, 0.5),
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(7.0, 2.3), layout="constrained")
+    rows = []
+    for panel, (knob, values) in zip(axes, panels.items()):
+        shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(values)))
+        for shade, value in zip(shades, values):
+            one = replace(settings, **{knob: value})
+            records = [
+                train(task, "Scafflix", stepsize, 1 + seed, starts, one, f"{settings.task}_{knob}{value:g}_{seed}")
+                for seed in range(settings.seeds)
+            ]
+            scores = 100 * np.array([record.evaluations["test"] for record in records])
+            panel.errorbar(
+                records[0].evaluations["round"], scores.mean(axis=0), yerr=scores.std(axis=0), color=shade, capsize=1.5, elinewidth=0.7, label=f"{value:g}",
+            )  # fmt: skip
+            rows.append({"knob": knob, "value": value, "accuracy": scores[:, -1].mean(), "std": scores[:, -1].std()})
+        panel.set_xlabel("communication rounds")
+        panel.legend(title={"alpha": r"$\alpha$", "cohort": r"$\tau$", "p": "$p$"}[knob], title_fontsize=7)
+    axes[0].set_ylabel("test accuracy, %")
+    plots.save(figure, settings.out / f"ablations_{settings.task}.png")
+    lines = [f"{settings.task}, Scafflix, stepsize {stepsize:g}, {settings.rounds} rounds, {settings.seeds} seeds"]
+    lines += [f"{r['knob']:7} {r['value']:5g} {r['accuracy']:8.2f} +- {r['std']:.2f} %" for r in rows]
+    save_table(settings.out / f"ablations_{settings.task}", rows, "\n".join(lines))
+    return rows
