@@ -84,7 +84,8 @@ class Cohort(NamedTuple):
             return new
         if self.at is not None:
             return jax.tree.map(lambda leaf, value: leaf.at[self.at].set(value), rows, new)
-        return jax.tree.map(lambda old, value: jnp.where(_column(self.member, old), value, old), rows, new)
+        member = self.member
+        return jax.tree.map(lambda old, value: jnp.where(_column(member, old), value, old), rows, new)
 
 
 def _column(values: Array, leaf: Array) -> Array:

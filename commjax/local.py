@@ -41,7 +41,7 @@ def minibatch(size: int) -> Sample:
             shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
             raise ValueError(f"minibatches: every leaf of a client's data must be [rows, ...], got shapes {shapes}")
         weights = _weights(data)
-        rows = counts.pop() if weights is None else (weights > 0).sum()
+        rows: Any = counts.pop() if weights is None else (weights > 0).sum()
         picked = jax.random.randint(key, (size,), 0, rows)
         taken = jax.tree.map(lambda leaf: leaf[picked], data)
         if weights is None:

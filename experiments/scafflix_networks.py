@@ -129,7 +129,7 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
     rest, test = partition.holdout(rows, 0.25)
     train, validation = partition.holdout(rest, 0.2)
     parts = [jax.tree.map(jnp.asarray, partition.examples(inputs, targets, part)) for part in (train, validation, test)]
-    return Task(*parts, networks.classification(module))
+    return Task(parts[0], parts[1], parts[2], networks.classification(module))
 
 
 @cache

@@ -46,9 +46,9 @@ def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
     return tree.add_scaled(tree.scale(alpha, params), 1 - alpha, optimum)
 
 
-def personalized(hparams: Any, state: State, ids: Shaped[Array, "m"] | None = None) -> PyTree:
-    """What the clients deploy: one row of alpha_i x + (1 - alpha_i) x_i* each (of FLIX or Scafflix)."""
-    rows = state.clients if ids is None else jax.tree.map(lambda leaf: leaf[ids], state.clients)
+def personalized(hparams: Any, state: State, at: Shaped[Array, "m"] | None = None) -> PyTree:
+    """What the clients deploy: one row of alpha_i x + (1 - alpha_i) x_i* each (of FLIX or Scafflix); `at`: of these rows only."""
+    rows = state.clients if at is None else jax.tree.map(lambda leaf: leaf[at], state.clients)
     if rows.optimum is None:
         return tree.repeat(state.server.params, len(rows.id))
     return jax.vmap(lambda row: mixture(own(hparams.alpha, row.id), state.server.params, row.optimum))(rows)

@@ -98,7 +98,7 @@ def _close(hparams, move, client):
 def _traffic(key, communications, n, cohort, params):
     """Bits up and down of one communication, mean over clients.  The cohort sends and receives; who was not in the last one
     has to be told xbar before it can start."""
-    dense = clients.dense_bits(params)
+    dense = clients.bits_of(params)
     if cohort is None or cohort == n:
         return dense, dense
     everyone = jnp.arange(n)
@@ -227,7 +227,8 @@ def scafflix(
         )
         metrics = Metrics(
             clients.mean(loss, axis_name, here.weights),
-            *(jnp.asarray(bits, jnp.zeros(()).dtype) for bits in (bits_up, bits_down)),
+            bits_up,
+            bits_down,
             last + 1 - server.iterations,
         )
         return State(advanced, state.clients._replace(shift=shift)), metrics
@@ -279,7 +280,7 @@ def iterations(
         closed = jax.vmap(lambda client: _close(hparams, clients.broadcast(move, axis_name), client))(moved)
         rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
         rows = clients.Cohort(member, None, weights).put(state.clients, rows)
-        bits = _traffic(keys.cohort, server.communications, n, cohort, server.params)
+        bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
         advanced = Server(
             round=server.round + 1,
             params=jax.tree.map(lambda x, step: jnp.where(heads, x + step, x), server.params, move),
@@ -288,7 +289,8 @@ def iterations(
         )
         metrics = Metrics(
             clients.mean(loss, axis_name, weights),
-            *(jnp.where(heads, jnp.asarray(one, jnp.zeros(()).dtype), 0) for one in bits),
+            jnp.where(heads, bits_up, 0),
+            jnp.where(heads, bits_down, 0),
             jnp.ones((), jnp.int32),
         )
         return State(advanced, rows), metrics
@@ -339,7 +341,7 @@ def theoretical(
     if (C is None) != (epsilon is None):
         raise ValueError(f"C={C}, epsilon={epsilon}; allowed: both (stochastic gradients) or neither (exact ones)")
     if gamma is None:
-        gamma = 1 / A if C is None else theory.stepsizes_for(epsilon, A, mu, C)
+        gamma = 1 / A if C is None or epsilon is None else theory.stepsizes_for(epsilon, A, mu, C)
     gamma = np.broadcast_to(np.asarray(gamma, np.float64), A.shape)
     if np.any(gamma > (1 + 1e-9) / A):
         i = int(np.argmax(gamma * A))

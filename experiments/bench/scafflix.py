@@ -65,10 +65,10 @@ def ours(settings: Settings) -> dict[str, tuple[float, float]]:
     return found
 
 
-def theirs(settings: Settings) -> tuple[float, float]:
+def theirs(python: Path, settings: Settings) -> tuple[float, float]:
     script = Path(__file__).with_name("fedjax_side.py")
     options = [f"--{name}={getattr(settings, name)}" for name in ("clients", "steps", "batch", "rounds")]
-    done = subprocess.run([settings.fedjax, script, *options], capture_output=True, text=True)
+    done = subprocess.run([str(python), str(script), *options], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"FedJAX's side failed:\n{done.stderr[-2000:]}")
     least, median = done.stdout.split()[-2:]
@@ -98,7 +98,7 @@ def main(settings: Settings) -> None:
     )
     found = ours(settings)
     if settings.fedjax is not None:
-        found = {"FedJAX, jit backend": theirs(settings), **found}
+        found = {"FedJAX, jit backend": theirs(settings.fedjax, settings), **found}
     reference = found.get("FedJAX, jit backend")
     for name, (least, median) in found.items():
         ratio = f"   {median / reference[1]:.2f} of FedJAX (least: {least / reference[0]:.2f})" if reference else ""
