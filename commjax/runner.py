@@ -67,7 +67,12 @@ def run(
 
 @partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn"))
 def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn):
+    # All runs are in the same round.  Saying so keeps what a key and a round determine (coins, cohorts, candidates) the same
+    # for all hparams, and it is computed once.
+    shared = states.server.round[0, 0]
+
     def one(key, hparams, state):
+        state = state._replace(server=state.server._replace(round=shared))
         return run(key, algorithm, hparams, state, data, num_rounds, batch_fn)
 
     seeds = jax.vmap(one, in_axes=(0, None, 0))

@@ -1,0 +1,292 @@
+"""SPPM-AS: rates, neighbourhoods, complexities, inexact proxes and communication costs (thesis L2085-L2190, L5160-L5699).
+
+Throughout, mu and sigma2 are mu_AS and sigma^2_AS of a sampling (`commjax.cohorts`), gamma > 0 is any stepsize, `distance2` is
+|x_0 - x*|^2 and prox_{gamma f}(y) = argmin_x f(x) + |x - y|^2 / (2 gamma) (errata P1).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+Vector = Float[np.ndarray, "n"]
+Rows = Float[np.ndarray, "n d"]
+Number = float | int
+
+
+def _positive(**values: Number) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value}; allowed: positive")
+
+
+def _nonnegative(**values: Number) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value}; allowed: at least 0")
+
+
+def recurrence(start: float, a: float, b: float, t: int) -> float:
+    """a^t start + b min(t, 1/(1-a)), which bounds s_t if s_{t+1} <= a s_t + b and 0 <= a < 1.  Thesis: Fact (L5197).
+
+    >>> recurrence(8.0, 0.5, 1.0, 2)
+    4.0
+    """
+    if not 0 <= a < 1:
+        raise ValueError(f"a={a}; allowed: 0 <= a < 1")
+    return a**t * start + b * min(t, 1 / (1 - a))
+
+
+def rate(gamma: float, mu: float) -> float:
+    """1 / (1 + gamma mu)^2: what one step leaves of the squared distance.  Thesis: Thm (L2085).
+
+    >>> rate(2.0, 0.5)
+    0.25
+    """
+    _positive(gamma=gamma, mu=mu)
+    return 1 / (1 + gamma * mu) ** 2
+
+
+def neighbourhood(gamma: float, mu: float, sigma2: float) -> float:
+    """gamma sigma^2 / (gamma mu^2 + 2 mu), at most min(sigma^2/mu^2, gamma sigma^2/(2 mu)).
+
+    Thesis: Thm (L2085).  Differs: P14 (the factor 2 in the second bound).
+
+    >>> neighbourhood(1.0, 0.5, 2.0)
+    1.6
+    """
+    _positive(gamma=gamma, mu=mu)
+    _nonnegative(sigma2=sigma2)
+    return sigma2 / (mu * (mu + 2 / gamma))
+
+
+def one_step(distance2: float, gamma: float, mu: float, sigma2: float) -> float:
+    """E |x_{t+1} - x*|^2 <= (|x_t - x*|^2 + gamma^2 sigma^2) / (1 + gamma mu)^2.  Thesis: L5243."""
+    _nonnegative(sigma2=sigma2)
+    return rate(gamma, mu) * (distance2 + gamma**2 * sigma2)
+
+
+def bound(t: int, distance2: float, gamma: float, mu: float, sigma2: float) -> float:
+    """E |x_t - x*|^2 <= rate^t |x_0 - x*|^2 + neighbourhood, for every gamma > 0.
+
+    Thesis: Thm (L2085).  Holds if: f_i is differentiable and mu_i-strongly convex, the prox exact (else `inexact_bound`).
+    """
+    return rate(gamma, mu) ** t * distance2 + neighbourhood(gamma, mu, sigma2)
+
+
+def stepsize_for(epsilon: float, mu: float, sigma2: float) -> float:
+    """gamma = epsilon mu / sigma^2, whose neighbourhood is at most epsilon/2; infinite if sigma^2 = 0.
+
+    Thesis: L2119, for epsilon <= sigma^2/mu^2; it holds beyond, where larger stepsizes are allowed too.
+
+    >>> stepsize_for(0.1, 0.5, 2.0)
+    0.025
+    """
+    _positive(epsilon=epsilon, mu=mu)
+    _nonnegative(sigma2=sigma2)
+    return epsilon * mu / sigma2 if sigma2 > 0 else math.inf
+
+
+def iterations(epsilon: float, mu: float, sigma2: float, distance2: float, gamma: float | None = None) -> float:
+    """Steps after which E |x_t - x*|^2 <= epsilon.
+
+    With `stepsize_for`: (sigma^2/(2 epsilon mu^2) + 1/2) log(2 |x_0 - x*|^2 / epsilon), Thesis: L2119.  With another `gamma`: the
+    t at which `bound` is epsilon, infinite if the neighbourhood is not smaller than epsilon.
+
+    >>> round(iterations(0.1, 0.5, 2.0, 10.0), 6), iterations(0.1, 0.5, 2.0, 10.0, gamma=1.0)
+    (214.581853, inf)
+    """
+    _positive(epsilon=epsilon, mu=mu, distance2=distance2)
+    _nonnegative(sigma2=sigma2)
+    if gamma is None:
+        return max(0.0, (sigma2 / (2 * epsilon * mu**2) + 0.5) * math.log(2 * distance2 / epsilon))
+    room = epsilon - neighbourhood(gamma, mu, sigma2)
+    return max(0.0, math.log(distance2 / room) / (2 * math.log1p(gamma * mu))) if room > 0 else math.inf
+
+
+def squared_prox_error(residual: Any, gamma: float, mu: float) -> Any:
+    """|x - prox_{gamma f}(y)|^2 <= (|grad F(x)| / (mu + 1/gamma))^2, F = f + |. - y|^2/(2 gamma): certified by the residual |grad F(x)|.
+
+    Holds if: f is mu-strongly convex (mu = 0 is allowed); mu_C of the cohort at hand is at least mu_AS, and sharper.
+
+    >>> squared_prox_error(3.0, gamma=1.0, mu=0.5)
+    4.0
+    """
+    _positive(gamma=gamma)
+    _nonnegative(mu=mu)
+    return (residual / (mu + 1 / gamma)) ** 2
+
+
+def inexact_limit(gamma: float, mu: float) -> float:
+    """gamma^2 mu^2 + 2 gamma mu: s of the inexact bounds has to be smaller (P5)."""
+    _positive(gamma=gamma, mu=mu)
+    return gamma * mu * (gamma * mu + 2)
+
+
+def _checked_s(s: float | None, gamma: float, mu: float, sigma2: float, b: float) -> float:
+    _nonnegative(sigma2=sigma2, b=b)
+    s = best_s(gamma, mu, sigma2, b) if s is None else s
+    limit = inexact_limit(gamma, mu)
+    if not (0 < s < limit or s == b == 0):
+        raise ValueError(f"s={s}; allowed: 0 < s < gamma^2 mu^2 + 2 gamma mu = {limit} (else nothing contracts)")
+    return s
+
+
+def best_s(gamma: float, mu: float, sigma2: float, b: float) -> float:
+    """The s with the smallest inexact neighbourhood: Q M / (Q + sqrt(Q^2 + Q M (P M + P + Q))), 0 if b = 0,
+
+    where M = gamma^2 mu^2 + 2 gamma mu, P = gamma^2 sigma^2, Q = b (1 + gamma mu)^2; gamma mu if sigma^2 = 0.
+
+    >>> best_s(2.0, 0.25, 0.0, 0.1)
+    0.5
+    """
+    _nonnegative(sigma2=sigma2, b=b)
+    M, P, Q = inexact_limit(gamma, mu), gamma**2 * sigma2, b * (1 + gamma * mu) ** 2
+    return Q * M / (Q + math.sqrt(Q**2 + Q * M * (P * M + P + Q))) if b > 0 else 0.0
+
+
+def inexact_rate(gamma: float, mu: float, s: float) -> float:
+    """(1 + s) / (1 + gamma mu)^2, below 1.  Thesis: Lemma (L5671).  Differs: P5."""
+    return (1 + _checked_s(s, gamma, mu, 0.0, 0.0)) * rate(gamma, mu)
+
+
+def inexact_one_step(
+    distance2: float, gamma: float, mu: float, sigma2: float, b: float, s: float | None = None
+) -> float:
+    """(1 + 1/s) b + (1 + s) times the exact `one_step`: a step whose squared prox error is b at most; s=None is `best_s`.
+
+    Thesis: L5681.
+    """
+    s = _checked_s(s, gamma, mu, sigma2, b)
+    return (b + b / s if b > 0 else 0.0) + (1 + s) * one_step(distance2, gamma, mu, sigma2)
+
+
+def inexact_neighbourhood(gamma: float, mu: float, sigma2: float, b: float, s: float | None = None) -> float:
+    """(1 + s) (gamma^2 sigma^2 + b (1 + gamma mu)^2 / s) / (gamma^2 mu^2 + 2 gamma mu - s); s=None is `best_s`.
+
+    Thesis: Lemma (L5671).  Differs: P5 (false for larger s).
+
+    >>> round(inexact_neighbourhood(1.0, 0.5, 2.0, 0.01, s=0.5), 6)
+    4.09
+    """
+    s = _checked_s(s, gamma, mu, sigma2, b)
+    inexact = b * (1 + gamma * mu) ** 2 / s if b > 0 else 0.0
+    return (1 + s) * (gamma**2 * sigma2 + inexact) / (inexact_limit(gamma, mu) - s)
+
+
+def inexact_bound(
+    t: int, distance2: float, gamma: float, mu: float, sigma2: float, b: float, s: float | None = None
+) -> float:
+    """E |x_t - x*|^2 <= inexact_rate^t |x_0 - x*|^2 + inexact_neighbourhood: every prox has squared error b at most."""
+    s = _checked_s(s, gamma, mu, sigma2, b)
+    return ((1 + s) * rate(gamma, mu)) ** t * distance2 + inexact_neighbourhood(gamma, mu, sigma2, b, s)
+
+
+def fedprox(gamma: float, mu: Vector, gradients: Rows, shares: Vector) -> tuple[float, float]:
+    """(A_S, B_S) of FedProx-SPPM-AS, x+ = mean_{i in S} prox_{gamma f_i}(x): E |x+ - x*|^2 <= A_S |x - x*|^2 + B_S,
+
+        A_S = sum_i r_i / (1 + gamma mu_i)        B_S = sum_i r_i gamma |a_i|^2 / ((1 + gamma mu_i) mu_i)
+
+    with the clients' mu_i and gradients a_i at x*, and r_i = E [1(i in S)/|S|], `Sampling.shares`.
+    Thesis: Thm (L4842).  Holds if: K = 1; for K > 1 nothing is claimed (P2).
+
+    >>> fedprox(1.0, np.array([1.0, 4.0]), np.array([[2.0], [-2.0]]), np.array([0.5, 0.5]))
+    (0.35, 1.1)
+    """
+    _positive(gamma=gamma, mu=float(np.min(mu)))
+    kept = shares / (1 + gamma * mu)
+    return float(np.sum(kept)), float(np.sum(kept * gamma / mu * np.sum(gradients**2, axis=1)))
+
+
+def fedprox_bound(t: int, distance2: float, A: float, B: float) -> float:
+    """A^t |x_0 - x*|^2 + B / (1 - A).  Thesis: Thm (L4842)."""
+    return A**t * distance2 + B / (1 - A)
+
+
+def two_anchor(alpha: Any, gamma: Any, x_t: Any, x_k: Any) -> tuple[Any, Any]:
+    """(stepsize, centre) for which prox_{stepsize f}(centre) = prox_{alpha f~}(x_k), f~ = f + |. - x_t|^2 / (2 gamma):
+
+        stepsize = alpha gamma / (alpha + gamma)        centre = (alpha x_t + gamma x_k) / (alpha + gamma)
+
+    For NumPy and JAX arrays alike; alpha, gamma > 0.  Thesis: L4854.  Differs: P2 (both anchors stay; the thesis drops x_t).
+
+    >>> two_anchor(1.0, 3.0, np.array([4.0]), np.array([0.0]))
+    (0.75, array([1.]))
+    """
+    share = alpha / (alpha + gamma)
+    return share * gamma, x_k + share * (x_t - x_k)
+
+
+def cost(c1: Number, c2: Number, K: int, T: int) -> float:
+    """(c1 K + c2) T: T global rounds at c2, each with K local ones at c1.  Flat is c1=1, c2=0.  Thesis: L2343.  Differs: P11.
+
+    >>> cost(1, 0, K=10, T=1), cost(0.1, 1, K=10, T=1)
+    (10.0, 2.0)
+    """
+    _check_rounds(c1, c2, K=K, T=T)
+    return float((c1 * K + c2) * T)
+
+
+def localgd_cost(c1: Number, c2: Number, T: int) -> float:
+    """(c1 + c2) T: LocalGD aggregates once a global round, however many local steps it takes.  Thesis: L2343.
+
+    >>> round(1 - cost(1, 0, K=10, T=1) / localgd_cost(1, 0, T=39), 4)
+    0.7436
+    """
+    return cost(c1, c2, K=1, T=T)
+
+
+def _check_rounds(c1: Number, c2: Number, **rounds: int) -> None:
+    _nonnegative(c1=c1, c2=c2)
+    for name, value in rounds.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}; allowed: at least 1")
+
+
+def nice_variance(n: int, tau: int, mean_square: float) -> float:
+    """(n/tau - 1)/(n - 1) mean_i |a_i|^2: E |mean of tau of n vectors|^2, all sets alike, for vectors that add up to 0.
+
+    Thesis: Lemma (L5411).  Differs: P9 (1 <= tau <= n).
+
+    >>> nice_variance(4, 2, 1.0), nice_variance(1, 1, 1.0)
+    (0.3333333333333333, 0.0)
+    """
+    if not 1 <= tau <= n:
+        raise ValueError(f"tau={tau}; allowed: 1 to n={n}")
+    return (n - tau) / (tau * (n - 1)) * float(mean_square) if n > 1 else 0.0
+
+
+def stratified_upper_bounds(gradients: Rows, clusters: Sequence[Any]) -> tuple[float, float]:
+    """sigma^2_SS <= (b/n^2) sum_j |C_j|^2 sigma_j^2 <= b max_j sigma_j^2, sigma_j = largest distance from the cluster's mean.
+
+    Thesis: Lemma (L2165).  True, and loose by up to b: `cohorts.stratified(clusters).variance` is exact (P6).
+
+    >>> stratified_upper_bounds(np.array([[1.0], [3.0], [-4.0]]), [[0, 1], [2]])
+    (0.8888888888888888, 2.0)
+    """
+    rows = [gradients[np.asarray(ids)] for ids in clusters]
+    spread = np.array([np.max(np.sum((a - a.mean(axis=0)) ** 2, axis=1)) for a in rows])
+    sizes = np.array([len(a) for a in rows])
+    b, n = len(rows), len(gradients)
+    return float(b / n**2 * np.sum(sizes**2 * spread)), float(b * spread.max())
+
+
+def stratified_from_block(block_variance: float, mean_square: float, b: int) -> float:
+    """sigma^2_SS = (mean_i |a_i|^2 - sigma^2_BS) / b on the same b clusters of equal size, chosen alike (P10)."""
+    return (mean_square - block_variance) / b
+
+
+def optimal_clustering_bounds(mean_square: float, b: int, m: int) -> tuple[float, float]:
+    """(at most, at least): sigma^2_SS <= (m-1)/(bm-1) T = sigma^2_NICE(b) and sigma^2_BS >= (b-1)/(bm-1) T,
+
+    with T = mean_i |a_i|^2, on the b clusters of m clients that minimise sigma^2_SS.  Hence SS <= NICE(b) always, and
+    SS <= NICE(b) <= BS if m <= b, which settles the thesis's open question (L5638).  Differs: P10.  For m > b BS can win.
+
+    >>> optimal_clustering_bounds(1.0, b=2, m=2)
+    (0.3333333333333333, 0.3333333333333333)
+    """
+    if b < 1 or m < 1:
+        raise ValueError(f"b={b}, m={m}; allowed: both at least 1")
+    return nice_variance(b * m, b, mean_square), (b - 1) / max(b * m - 1, 1) * mean_square
