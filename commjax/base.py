@@ -90,7 +90,9 @@ class Round(NamedTuple):
 
 
 InitFn = Callable[..., State]  # (params, ids, **per_client)
-StepFn = Callable[..., tuple[State, Any]]  # metrics: `Metrics`, or more fields after them; (key, hparams, state, batch, *, axis_name=None)
+StepFn = Callable[
+    ..., tuple[State, Any]
+]  # metrics: `Metrics`, or more fields after them; (key, hparams, state, batch, *, axis_name=None)
 
 
 class Algorithm(NamedTuple):

@@ -337,7 +337,9 @@ def inexact(settings: Settings) -> list[dict]:
         ("iterations", k) for k in (0, 1, 5, 200, 1000)
     ]
     for kind, value in cases:
-        limit: dict[str, Any] = {"tolerance": value} if kind == "epsilon" else {"tolerance": 1e-30, "max_iterations": value}
+        limit: dict[str, Any] = (
+            {"tolerance": value} if kind == "epsilon" else {"tolerance": 1e-30, "max_iterations": value}
+        )
         local = flix.local_optima(gradient, far, exact.data, exact.smoothness.L_i, **limit)
         start = algorithm.init(jnp.ones(d), jnp.arange(n), optimum=local.params)
         _, seen = runner.run(jax.random.key(settings.seed), algorithm, hparams, start, exact.data, rounds)

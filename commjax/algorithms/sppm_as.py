@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Int, PyTree, Shaped
 
@@ -41,31 +42,67 @@ class Metrics(NamedTuple):
     iterations: Shaped[Array, "..."]  # of the solver, which the thesis counts as K
     residual: Shaped[Array, "..."]  # |grad| of the prox objective where the solver stopped
     code: Shaped[Array, "..."]  # solvers.CONVERGED, OUT_OF_BUDGET or BROKE_DOWN
+    bits_hubs: Shaped[Array, "..."]  # sent by all hubs of the cohort together in all local rounds; 0 without hubs
 
 
 class _Cohort(NamedTuple):
-    """Rows of the cohort's clients and their weights 1/(n p_i); 0 for rows that take no part."""
+    """Rows of the cohort's clients, their weights 1/(n p_i) (0 for rows that take no part), and their hubs."""
 
     data: PyTree
     weights: Shaped[Array, "m"]
+    hub: Int[Array, "m"] | None = None
 
 
-def _gather(draw: Draw, ids, batch, axis_name) -> _Cohort:
+class Hubs(NamedTuple):
+    """Server-hub-client topology: client i talks to hub `of[i]` only, hubs add up what they hear and pass one vector on.
+
+    Thesis: Fig. L2318.
+    """
+
+    of: np.ndarray  # [n], from 0 to count - 1
+    count: int
+
+    @staticmethod
+    def make(of: Any) -> "Hubs":
+        """Hubs are numbered 0, 1, 2, ... and none is empty.
+
+        >>> Hubs.make([0, 0, 1]).count
+        2
+        """
+        found = np.asarray(of)
+        used = np.unique(found)
+        if found.ndim != 1 or not np.array_equal(used, np.arange(len(used))):
+            raise ValueError(f"hubs={found}; allowed: one number a client, every number from 0 on used")
+        return Hubs(found, len(used))
+
+
+def _gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> _Cohort:
     """Off a mesh the m drawn rows; on a mesh all rows of the device, because who is where is not known at compile time."""
+    of = (lambda at: None) if hubs is None else (lambda at: jnp.asarray(hubs.of)[at])
     if axis_name is None:
         place = jnp.argsort(ids)[draw.ids]  # ids may stand in any order
-        return _Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights)
+        return _Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights, of(draw.ids))
     n = clients.count(ids, axis_name)
     weights = jnp.zeros(n, draw.weights.dtype).at[draw.ids].add(jnp.where(draw.mask, draw.weights, 0))
-    return _Cohort(batch, weights[ids])
+    return _Cohort(batch, weights[ids], of(ids))
 
 
-def _sum(rows: PyTree, weights: Array, axis_name: str | None) -> PyTree:
-    """sum_i weights_i row_i over all devices"""
-    return clients.mean(rows, axis_name, weights * clients.count(weights, axis_name))
+def _sum(rows: PyTree, cohort: _Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
+    """sum_i weights_i row_i over all devices; with hubs in two levels, each hub's clients first"""
+    if cohort.hub is None:
+        return clients.mean(rows, axis_name, weights * clients.count(weights, axis_name))
+
+    def one(leaf):
+        weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
+        at_hubs = jax.ops.segment_sum(weighted, cohort.hub, hubs)
+        return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, axis_name), axis=0)
+
+    return jax.tree.map(one, rows)
 
 
-def prox_oracle(loss: Callable, unravel: Callable, cohort: _Cohort, center: Array, gamma: Any, axis_name=None) -> Oracle:
+def prox_oracle(
+    loss: Callable, unravel: Callable, cohort: _Cohort, center: Array, gamma: Any, axis_name=None, hubs: int = 1
+) -> Oracle:
     """F(x) = sum_i w_i f_i(x) + |x - center|^2 / (2 gamma), its derivatives, and the same client by client."""
     gamma = jnp.asarray(gamma, center.dtype)
     weights = cohort.weights.astype(center.dtype)
@@ -78,7 +115,7 @@ def prox_oracle(loss: Callable, unravel: Callable, cohort: _Cohort, center: Arra
 
         def at(x):
             x = clients.broadcast(x, axis_name)
-            return _sum(jax.vmap(function, in_axes=(None, 0))(x, cohort.data), weights, axis_name)
+            return _sum(jax.vmap(function, in_axes=(None, 0))(x, cohort.data), cohort, weights, axis_name, hubs)
 
         return at
 
@@ -115,14 +152,17 @@ def _check(sampling: Sampling, n: int) -> None:
         raise ValueError(f"sampling is over {sampling.n} clients, the state has {n}")
 
 
-def sppm_as(loss: Callable[[Params, Any], Array], sampling: Sampling, solver: Callable[[Any], Solver]) -> Algorithm:
+def sppm_as(
+    loss: Callable[[Params, Any], Array], sampling: Sampling, solver: Callable[[Any], Solver], hubs: Hubs | None = None
+) -> Algorithm:
     r"""SPPM-AS with any sampling and any inner solver.
 
         S ~ sampling,   f_S = sum_{i in S} f_i / (n p_i)
         x <- prox_{gamma f_S}(x) = argmin_z f_S(z) + |z - x|^2 / (2 gamma),   by K iterations of the solver
 
     `solver(gamma)` makes the inner solver, e.g. `lambda gamma: solvers.bfgs()` or
-    `lambda gamma: solvers.gradient_descent(L + 1 / gamma)`.  `loss(params, data)` is one client's.
+    `lambda gamma: solvers.gradient_descent(L + 1 / gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
+    aggregation has two levels and the hubs' bits are counted apart.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
@@ -134,24 +174,47 @@ def sppm_as(loss: Callable[[Params, Any], Array], sampling: Sampling, solver: Ca
         n = clients.count(ids, axis_name)
         _check(sampling, n)
         draw = sampling.sample(jax.random.fold_in(key, server.round))
-        cohort = _gather(draw, ids, batch, axis_name)
+        cohort = _gather(draw, ids, batch, axis_name, hubs)
         center, unravel = ravel_pytree(server.params)
-        oracle = prox_oracle(loss, unravel, cohort, center, hparams.gamma, axis_name)
-        start = oracle.value_and_grad(center)[0]  # at the centre the prox term is 0; the solver's first evaluation, shared
+        count = 1 if hubs is None else hubs.count
+        oracle = prox_oracle(loss, unravel, cohort, center, hparams.gamma, axis_name, count)
+        start = oracle.value_and_grad(center)[
+            0
+        ]  # at the centre the prox term is 0; the solver's first evaluation, shared
         result = solver(hparams.gamma)(oracle, center, hparams.rounds, hparams.tolerance)
-        price = jnp.sum(draw.mask) / n * clients.dense_bits(server.params)
+        price = _price(draw, n, server.params)
+        evaluations = result.evaluations.astype(price.dtype)
+        met = jnp.zeros_like(price) if hubs is None else _hubs_met(draw, hubs).astype(price.dtype)
         metrics = Metrics(
             loss=start,
-            bits_up=price * result.evaluations,
-            bits_down=price * result.evaluations,
+            bits_up=price * evaluations,
+            bits_down=price * evaluations,
             local_rounds=result.evaluations,
             iterations=result.iterations,
             residual=result.residual,
             code=result.code,
+            bits_hubs=met * evaluations * clients.bits_of(server.params),
         )
         return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
 
     return Algorithm(_init, step)
+
+
+def _shares(draw: Draw) -> Array:
+    """1/|S| on the members"""
+    return draw.mask.astype(draw.weights.dtype) / jnp.sum(draw.mask, dtype=draw.weights.dtype)
+
+
+def _price(draw: Draw, n: int, params: Params) -> Array:
+    """Bits of one vector from each member, mean over all n clients"""
+    dense = clients.bits_of(params)
+    return jnp.sum(draw.mask, dtype=dense.dtype) / n * dense
+
+
+def _hubs_met(draw: Draw, hubs: Hubs) -> Array:
+    """How many hubs have a client in the cohort"""
+    at = jnp.where(draw.mask, jnp.asarray(hubs.of)[draw.ids], hubs.count)
+    return jnp.sum(jnp.zeros(hubs.count + 1, jnp.int32).at[at].set(1)[:-1])
 
 
 def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
@@ -165,7 +228,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         draw = sampling.sample(jax.random.fold_in(key, server.round))
         cohort = _gather(draw, ids, batch, axis_name)
         anchor, unravel = ravel_pytree(server.params)
-        share = draw.mask.astype(anchor.dtype) / jnp.sum(draw.mask)
+        share = _shares(draw).astype(anchor.dtype)
 
         def prox(gamma, center, data):
             alone = _Cohort(jax.tree.map(lambda leaf: leaf[None], data), jnp.ones(1, anchor.dtype))
@@ -179,9 +242,10 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         x = jax.lax.fori_loop(0, hparams.rounds, one, anchor)
         value = share @ jax.vmap(loss, in_axes=(None, 0))(server.params, cohort.data)
         rounds = jnp.asarray(hparams.rounds, jnp.int32)
-        price = jnp.sum(draw.mask) / ids.shape[0] * clients.dense_bits(server.params)
+        price = _price(draw, ids.shape[0], server.params)
+        spent = price * rounds.astype(price.dtype)
         zero = jnp.zeros((), anchor.dtype)
-        metrics = Metrics(value, price * rounds, price * rounds, rounds, rounds, zero, jnp.zeros((), jnp.int32))
+        metrics = Metrics(value, spent, spent, rounds, rounds, zero, jnp.zeros((), jnp.int32), 0 * price)
         return State(Server(server.round + 1, unravel(x)), state.clients), metrics
 
     return Algorithm(_init, step)
@@ -196,7 +260,9 @@ class AveragedHParams(NamedTuple):
     alpha: Any = 1.0
 
 
-def fedprox_sppm_as(loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()) -> Algorithm:
+def fedprox_sppm_as(
+    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()
+) -> Algorithm:
     """FedProx-SPPM-AS: K times x <- mean_{i in S} prox_{gamma f_i}(x).  Each client's prox costs no communication.
 
     Thesis: Alg. (L4814), Thm for K = 1 (L4842).  Differs: it does not approach prox_{gamma f_S} as K grows (P2).
@@ -204,7 +270,9 @@ def fedprox_sppm_as(loss: Callable, sampling: Sampling, inner: Callable[[Any], S
     return _averaged_prox(loss, sampling, inner, lambda hparams, anchor, x: (jnp.asarray(hparams.gamma, x.dtype), x))
 
 
-def fedavg_sppm_as(loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()) -> Algorithm:
+def fedavg_sppm_as(
+    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()
+) -> Algorithm:
     """FedAvg-SPPM-AS: K times x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k), ftilde_i = f_i + |. - x_t|^2 / (2 gamma).
 
     Thesis: Alg. (L4832).  Differs: P2: the inner prox has two anchors, prox of f_i with parameter alpha gamma / (alpha + gamma) at
@@ -236,7 +304,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         n = clients.count(ids, axis_name)
         _check(sampling, n)
         draw = sampling.sample(jax.random.fold_in(key, server.round))
-        cohort = _gather(draw._replace(weights=draw.mask / jnp.sum(draw.mask)), ids, batch, axis_name)
+        cohort = _gather(draw._replace(weights=_shares(draw)), ids, batch, axis_name)
         x, unravel = ravel_pytree(clients.broadcast(server.params, axis_name))
 
         def train(data):
@@ -246,10 +314,12 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
             return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
 
         rows, losses = jax.vmap(train)(cohort.data)
-        mean, loss = _sum((rows, losses), cohort.weights.astype(x.dtype), axis_name)
-        price = jnp.sum(draw.mask) / n * clients.dense_bits(server.params)
+        mean, loss = _sum((rows, losses), cohort, cohort.weights.astype(x.dtype), axis_name)
+        price = _price(draw, n, server.params)
         one, zero = jnp.ones((), jnp.int32), jnp.zeros((), x.dtype)
-        metrics = Metrics(loss, price, price, one, jnp.asarray(hparams.steps, jnp.int32), zero, jnp.zeros((), jnp.int32))
+        metrics = Metrics(
+            loss, price, price, one, jnp.asarray(hparams.steps, jnp.int32), zero, jnp.zeros((), jnp.int32), 0 * price
+        )
         return State(Server(server.round + 1, ravel_pytree(server.params)[1](mean)), state.clients), metrics
 
     return Algorithm(_init, step)

@@ -184,11 +184,15 @@ def line_search(
         inside = jnp.clip(secant, low + 0.1 * width, high - 0.1 * width)
         inside = jnp.where(jnp.isfinite(inside), inside, low + width / 2)
         step = jnp.where(done, search.step, jnp.where(jnp.isfinite(high), inside, 2 * search.step))
-        return _Search(low, slope_low, high, slope_high, step, _pick(done | ~too_high, point, search.point), search.count + 1, done)
+        return _Search(
+            low, slope_low, high, slope_high, step, _pick(done | ~too_high, point, search.point), search.count + 1, done
+        )
 
     step = jnp.asarray(step, here.x.dtype)
     infinite = jnp.full((), jnp.inf, here.x.dtype)
-    start = _Search(jnp.zeros_like(step), slope, infinite, infinite, step, here, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+    start = _Search(
+        jnp.zeros_like(step), slope, infinite, infinite, step, here, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    )
     search = jax.lax.while_loop(going_on, one, start)
     return search.point, search.step, search.count, search.done
 
@@ -250,7 +254,8 @@ def lbfgs(history: int = 10) -> Solver:
         transform = optax.scale_by_lbfgs(memory_size=history)
 
         def advance(here, state, number):
-            direction, state = transform.update(here.grad, state, here.x)
+            with jax.numpy_dtype_promotion("standard"):  # Optax mixes widths of integers
+                direction, state = transform.update(here.grad, state, here.x)
             direction = -jnp.asarray(direction)
             descends = jnp.vdot(direction, here.grad) < 0
             direction = jnp.where(descends, direction, -here.grad)
@@ -283,7 +288,7 @@ def aicn(scale: float = 1.0) -> Solver:
             step = jnp.linalg.solve(hessian(here.x), here.grad)
             square = jnp.vdot(here.grad, step)
             dual = scale * jnp.sqrt(jnp.maximum(square, jnp.finfo(x.dtype).tiny))
-            damping = (jnp.sqrt(1 + 2 * dual) - 1) / dual
+            damping = 2 / (1 + jnp.sqrt(1 + 2 * dual))  # (sqrt(1 + 2 dual) - 1) / dual, without its cancellation
             there = _at(oracle, here.x - damping * step)
             return _pick(square > 0, there, here), memory, _ONE, ~(square > 0)
 

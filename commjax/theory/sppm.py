@@ -261,7 +261,7 @@ def nice_variance(n: int, tau: int, mean_square: float) -> float:
 def stratified_upper_bounds(gradients: Rows, clusters: Sequence[Any]) -> tuple[float, float]:
     """sigma^2_SS <= (b/n^2) sum_j |C_j|^2 sigma_j^2 <= b max_j sigma_j^2, sigma_j = largest distance from the cluster's mean.
 
-    Thesis: Lemma (L2165).  True, and loose by up to b: `cohorts.stratified(clusters).variance` is exact (P6).
+    Thesis: Lemma (L2165).  True, and too large by a factor of at least b: `cohorts.stratified(clusters).variance` is exact (P6).
 
     >>> stratified_upper_bounds(np.array([[1.0], [3.0], [-4.0]]), [[0, 1], [2]])
     (0.8888888888888888, 2.0)
