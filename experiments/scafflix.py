@@ -358,7 +358,8 @@ def inexact(settings: Settings) -> list[dict]:
             axis.semilogy(values, color=shade, label=f"{key[1]:g}")
         axis.set_xlabel("communication rounds")
         axis.set_ylabel(r"mean$_i$ $|\tilde x_i - \tilde x_i^\star|^2$")
-        axis.legend(title=r"$|\nabla f_i| < \epsilon$" if kind == "epsilon" else "local iterations", title_fontsize=7)
+        title = r"$|\nabla f_i| < \epsilon$" if kind == "epsilon" else "local iterations"
+        axis.legend(title=title, title_fontsize=7, loc="upper right" if kind == "epsilon" else "lower left", ncols=2, columnspacing=0.8, handlelength=1)
     by_epsilon = [row for row in rows if row["kind"] == "epsilon"]
     mean = np.array([row["iterations_mean"] for row in by_epsilon])
     spread = np.array([[m - row["iterations_min"], row["iterations_max"] - m] for m, row in zip(mean, by_epsilon)]).T
@@ -406,6 +407,7 @@ def stepsizes(settings: Settings) -> list[dict]:
             panel.plot([], [], color=shades[h], label=rf"$\alpha$ = {alpha:g}")
             rows.append(row)
         panel.set_ylim(bottom=settings.accuracy / 10)
+        panel.set_xlim(0, 1.2 * np.nanmax([row["global"] for row in rows if row["dataset"] == name]))
         panel.set_title(f"{name}, feature-wise")
         panel.set_xlabel("communication rounds")
     axes[0, 0].set_ylabel(r"$\tilde f(x) - \tilde f^\star$")

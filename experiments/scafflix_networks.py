@@ -32,7 +32,7 @@ class Settings:
     task: Literal["digits", "fashion", "shakespeare"] = (
         "fashion"  # digits is embedded; the others are read from $COMMJAX_DATA
     )
-    model: Literal["small", "thesis", "fedjax"] = "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
+    model: Literal["small", "mlp", "thesis", "fedjax"] = "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
     clients: int = 100  # at most; Shakespeare: the speakers with most windows
     rows: int = 200  # of each client, at most
     cohort: int = 10  # clients a round
@@ -42,7 +42,7 @@ class Settings:
     alpha: float = 0.3  # weight of the global model
     local_steps: int = 200  # of each client's own training towards x_i*
     local_stepsize: float = 0.1  # of these
-    stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)  # the grid, the same for all methods
+    stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # the grid, the same for all methods
     seeds: int = 5  # error bars
     every: int = 20  # rounds between two evaluations
     out: Path = Path("results/scafflix")  # records, figures, checkpoints
@@ -73,7 +73,7 @@ def _steps(settings: Settings) -> int:
 
 def _how(settings: Settings) -> dict[str, Any]:
     """A full network fills the machine by itself: one client after another is faster there."""
-    return {"cohort": settings.cohort, "over": jax.vmap if settings.model == "small" else clients.one_by_one}
+    return {"cohort": settings.cohort, "over": jax.vmap if settings.model in ("small", "mlp") else clients.one_by_one}
 
 
 def _local(make: Callable) -> Callable[[Any, Settings], Algorithm]:
@@ -122,8 +122,8 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
         inputs, targets = found.train, found.train_labels
         n = min(most_clients, 20) if task == "digits" else most_clients
         rows = partition.class_wise(targets, n, 3 if task == "digits" else 5)
-        full = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn}
-        module = full[model](classes=10, patches=True) if model in full else networks.SmallCnn(patches=True)
+        made = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn, "small": networks.SmallCnn}
+        module = networks.Mlp() if model == "mlp" else made[model](classes=10, patches=True)
     rng = np.random.default_rng(0)
     rows = [rng.permutation(ids)[:most_rows] for ids in rows]
     rest, test = partition.holdout(rows, 0.25)

@@ -1,0 +1,61 @@
+"""The recommender: what it promises is kept on quadratics, and it refuses what cannot be had."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax import cohorts, runner
+from commjax.algorithms import sppm_as
+from commjax.problems import quadratic
+from commjax.prox import solvers
+from commjax.recommend import Facts, local_rounds, recommend
+
+N, D = 6, 3
+PROBLEM = quadratic.random(1, N, D, mu=1.0, L=4.0)
+OPTIMUM = quadratic.optimum(PROBLEM).params
+START = OPTIMUM + 3.0
+FACTS = Facts(
+    mu_i=np.linalg.eigvalsh(PROBLEM.H)[:, 0], L_i=np.linalg.eigvalsh(PROBLEM.H)[:, -1],
+    gradients=np.einsum("nij,nj->ni", PROBLEM.H, OPTIMUM - PROBLEM.c), distance2=27.0,
+    clusters=cohorts.optimal_stratified(np.einsum("nij,nj->ni", PROBLEM.H, OPTIMUM - PROBLEM.c), 3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 0.1])
+def test_what_is_recommended_reaches_epsilon_on_average(epsilon):
+    found = recommend(FACTS, epsilon)
+    algorithm = sppm_as.sppm_as(quadratic.loss, found.sampling, lambda gamma: getattr(solvers, found.solver)())
+    state = algorithm.init(jnp.asarray(START), jnp.arange(N))
+    data = jax.tree.map(jnp.asarray, PROBLEM)
+    settings = runner.stack([sppm_as.HParams(found.gamma, found.K, 0.0)])
+    states, _ = runner.sweep(jax.random.split(jax.random.key(0), 40), algorithm, settings, state, data, found.T)
+    distance = np.sum((np.asarray(states.server.params[0]) - OPTIMUM) ** 2, axis=1)
+    assert distance.mean() <= epsilon
+    assert found.neighbourhood < epsilon and found.cost == found.K * found.T
+
+
+def test_dearer_global_rounds_are_used_less():
+    flat, hubs = recommend(FACTS, 0.1, 1.0, 0.0), recommend(FACTS, 0.1, 0.05, 1.0)
+    assert hubs.T <= flat.T and hubs.gamma >= flat.gamma and hubs.K >= flat.K
+    assert hubs.cost == pytest.approx((0.05 * hubs.K + 1) * hubs.T)
+
+
+def test_more_accuracy_costs_more_and_stratified_sampling_is_chosen():
+    loose, tight = recommend(FACTS, 1.0), recommend(FACTS, 0.05)
+    assert tight.cost > loose.cost and tight.gamma < loose.gamma
+    assert tight.sampling.name.startswith("stratified")
+
+
+def test_the_number_of_local_rounds_grows_with_gamma_and_accuracy():
+    rounds = [local_rounds(gamma, 0.1, 10.0, 1e-6, 1.0) for gamma in (0.01, 1.0, 100.0)]
+    assert rounds == sorted(rounds) and local_rounds(1.0, 0.1, 10.0, 1e-12, 1.0) > rounds[1]
+
+
+def test_bad_wishes_are_refused():
+    with pytest.raises(ValueError, match=r"epsilon=0\.0; allowed: positive"):
+        recommend(FACTS, 0.0)
+    with pytest.raises(ValueError, match="not both 0"):
+        recommend(FACTS, 0.1, 0.0, 0.0)
+    with pytest.raises(ValueError, match="allowed: above"):
+        recommend(FACTS, 1e-3, gammas=[10.0])
