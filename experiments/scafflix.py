@@ -359,7 +359,14 @@ def inexact(settings: Settings) -> list[dict]:
         axis.set_xlabel("communication rounds")
         axis.set_ylabel(r"mean$_i$ $|\tilde x_i - \tilde x_i^\star|^2$")
         title = r"$|\nabla f_i| < \epsilon$" if kind == "epsilon" else "local iterations"
-        axis.legend(title=title, title_fontsize=7, loc="upper right" if kind == "epsilon" else "lower left", ncols=2, columnspacing=0.8, handlelength=1)
+        axis.legend(
+            title=title,
+            title_fontsize=7,
+            loc="upper right" if kind == "epsilon" else "lower left",
+            ncols=2,
+            columnspacing=0.8,
+            handlelength=1,
+        )
     by_epsilon = [row for row in rows if row["kind"] == "epsilon"]
     mean = np.array([row["iterations_mean"] for row in by_epsilon])
     spread = np.array([[m - row["iterations_min"], row["iterations_max"] - m] for m, row in zip(mean, by_epsilon)]).T

@@ -32,7 +32,9 @@ class Settings:
     task: Literal["digits", "fashion", "shakespeare"] = (
         "fashion"  # digits is embedded; the others are read from $COMMJAX_DATA
     )
-    model: Literal["small", "mlp", "thesis", "fedjax"] = "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
+    model: Literal["small", "mlp", "thesis", "fedjax"] = (
+        "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
+    )
     clients: int = 100  # at most; Shakespeare: the speakers with most windows
     rows: int = 200  # of each client, at most
     cohort: int = 10  # clients a round

@@ -89,12 +89,13 @@ def _gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> _Coh
 
 def _sum(rows: PyTree, cohort: _Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
     """sum_i weights_i row_i over all devices; with hubs in two levels, each hub's clients first"""
-    if cohort.hub is None:
+    hub = cohort.hub
+    if hub is None:
         return clients.mean(rows, axis_name, weights * clients.count(weights, axis_name))
 
     def one(leaf):
         weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
-        at_hubs = jax.ops.segment_sum(weighted, cohort.hub, hubs)
+        at_hubs = jax.ops.segment_sum(weighted, hub, hubs)
         return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, axis_name), axis=0)
 
     return jax.tree.map(one, rows)
@@ -153,7 +154,11 @@ def _check(sampling: Sampling, n: int) -> None:
 
 
 def sppm_as(
-    loss: Callable[[Params, Any], Array], sampling: Sampling, solver: Callable[[Any], Solver], hubs: Hubs | None = None
+    loss: Callable[[Params, Any], Array],
+    sampling: Sampling,
+    solver: Callable[[Any], Solver],
+    hubs: Hubs | None = None,
+    vectors: int = 1,
 ) -> Algorithm:
     r"""SPPM-AS with any sampling and any inner solver.
 
@@ -162,7 +167,8 @@ def sppm_as(
 
     `solver(gamma)` makes the inner solver, e.g. `lambda gamma: solvers.bfgs()` or
     `lambda gamma: solvers.gradient_descent(L + 1 / gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
-    aggregation has two levels and the hubs' bits are counted apart.
+    aggregation has two levels and the hubs' bits are counted apart.  `vectors` that a client sends in one aggregation:
+    `prox.federated.vectors_per_round` of the solver.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
@@ -182,18 +188,18 @@ def sppm_as(
             0
         ]  # at the centre the prox term is 0; the solver's first evaluation, shared
         result = solver(hparams.gamma)(oracle, center, hparams.rounds, hparams.tolerance)
-        price = _price(draw, n, server.params)
+        price = vectors * _price(draw, n, server.params)
         evaluations = result.evaluations.astype(price.dtype)
         met = jnp.zeros_like(price) if hubs is None else _hubs_met(draw, hubs).astype(price.dtype)
         metrics = Metrics(
             loss=start,
             bits_up=price * evaluations,
-            bits_down=price * evaluations,
+            bits_down=price / vectors * evaluations,
             local_rounds=result.evaluations,
             iterations=result.iterations,
             residual=result.residual,
             code=result.code,
-            bits_hubs=met * evaluations * clients.bits_of(server.params),
+            bits_hubs=met * evaluations * vectors * clients.bits_of(server.params),
         )
         return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
 

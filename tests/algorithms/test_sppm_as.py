@@ -183,3 +183,11 @@ def test_bad_input_is_refused():
         with pytest.raises(ValueError, match=message):
             sppm_as.hparams(*bad)
     assert sppm_as.hparams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0)
+
+
+def test_solvers_that_send_more_vectors_pay_for_them():
+    one, two = (
+        after(sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], newton, vectors=vectors), EXACT)[1]
+        for vectors in (1, 2)
+    )
+    assert two.bits_up == 2 * one.bits_up and two.bits_down == one.bits_down
