@@ -44,7 +44,7 @@ class Settings:
     alpha: float = 0.3  # weight of the global model
     local_steps: int = 200  # of each client's own training towards x_i*
     local_stepsize: float = 0.1  # of these
-    stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # the grid, the same for all methods
+    stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # the grid, the same for all methods
     seeds: int = 5  # error bars
     every: int = 20  # rounds between two evaluations
     out: Path = Path("results/scafflix")  # records, figures, checkpoints
