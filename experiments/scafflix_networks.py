@@ -265,6 +265,8 @@ def curves(axes, found: dict[str, dict]) -> None:
         axes.errorbar(one["megabits"], mean, yerr=spread, capsize=1.5, elinewidth=0.7, **plots.style(name))
     axes.set_xlabel("Mbit sent by one client")
     axes.set_ylabel("test accuracy, %")
+    worst = min(100 * one["test"].mean(axis=0)[-1] for name, one in found.items() if name != "local only")
+    axes.set_ylim(bottom=max(0, worst - 12))  # the start of an untrained network would hide the rest
 
 
 def generalisation(settings: Settings) -> list[dict]:

@@ -21,7 +21,7 @@ class Conv(nn.Module):
     ``patches=True`` computes it as a sum of matrix products of shifted images: about 3 times as fast on a CPU where
     every client has weights of its own, since ``vmap`` makes a grouped convolution, for which XLA has no fast path there.
 
-    >>> image = jnp.ones((1, 8, 8, 3))
+    >>> image = jnp.ones((1, 8, 8, 3), jnp.float32)
     >>> params = Conv(4, 3).init(jax.random.key(0), image)
     >>> Conv(4, 3).apply(params, image).shape, Conv(4, 3, patches=True).apply(params, image).shape
     ((1, 6, 6, 4), (1, 6, 6, 4))
