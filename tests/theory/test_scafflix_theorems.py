@@ -419,3 +419,10 @@ def test_an_accuracy_that_is_not_positive_is_refused():
     for epsilon in (0.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"epsilon=.*; allowed: positive"):
             theory.stepsizes_for(float(epsilon), L, MU, np.ones(N))
+
+
+def test_the_constants_of_sampling_are_those_of_the_text():
+    rows = np.array([[1.0, 0.0], [3.0, 0.0]])
+    A, C = theory.expected_smoothness(1.5, rows)
+    # 2 mean |g_j|^2 - 2 |mean g_j|^2 = 2 * 5 - 2 * 4
+    assert A == 3.0 and C == 2.0
