@@ -1,13 +1,13 @@
 """EF-BV against EF21 on logistic regression: the figures and the table of the thesis's Chapter 2.
 
-    python -m experiments.ef_bv table          the parameter table, printed / corrected / ours            1 min
-    python -m experiments.ef_bv main-figure    12 panels: 4 data sets x (k, xi)                          45 min
-    python -m experiments.ef_bv nonconvex      9 panels with the nonconvex regulariser                   15 min
-    python -m experiments.ef_bv ablate-n       number of clients, up to one row a client                 10 min
-    python -m experiments.ef_bv ablate-k       k' from k (top-k) to d (rand-k)                           10 min
-    python -m experiments.ef_bv stepsizes      gamma times 1 to 1024, one vmapped program                 5 min
+    python -m experiments.ef_bv table          the parameter table, printed / corrected / ours
+    python -m experiments.ef_bv main-figure    12 panels: 4 data sets x (k, xi), over an hour
+    python -m experiments.ef_bv nonconvex      9 panels with the nonconvex regulariser, 25 CPU minutes
+    python -m experiments.ef_bv ablate-n       number of clients, up to one row a client
+    python -m experiments.ef_bv ablate-k       k' from k (top-k) to d (rand-k)
+    python -m experiments.ef_bv stepsizes      gamma times 1 to 1024, one vmapped program
 
-Times are for 2 cores.  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
+Times were measured on 2 cores; where there is none the command was not timed as a whole.  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
 Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by about sqrt(r_av/r) = 0.72 to 0.81 (measured 0.73 to 0.85, README).
 A command that was killed goes on when it is given again, finished panels are not run twice; more --rounds go on from fewer.
 Delete results/ef_bv/*.ckpt to begin anew.
