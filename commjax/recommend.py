@@ -1,13 +1,15 @@
 """Which sampling, gamma, solver and K: the chapter's practical table as a function."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from commjax import cohorts
+from commjax.prox import quasi_newton
+from commjax.prox.solvers import Solver
 from commjax.theory import sppm as theory
 
 
@@ -24,7 +26,7 @@ class Facts(NamedTuple):
 class Recommendation(NamedTuple):
     sampling: cohorts.Sampling
     gamma: float
-    solver: str  # of `prox.solvers`
+    solver: Callable[[Any], Solver]  # for `sppm_as`
     K: int  # local rounds a global one
     T: int  # global rounds
     cost: float  # (c1 K + c2) T, predicted
@@ -38,6 +40,10 @@ def local_rounds(gamma: float, mu: float, L: float, error2: float, distance2: fl
     """
     kappa = (L + 1 / gamma) / (mu + 1 / gamma)
     return max(1, math.ceil(math.sqrt(kappa) * math.log(max(math.e, (kappa + 1) * distance2 / error2))))
+
+
+def _solver(gamma: Any) -> Solver:
+    return quasi_newton.conjugate_gradients()
 
 
 def recommend(
@@ -75,7 +81,7 @@ def recommend(
             K = local_rounds(gamma, mu, L, error2, problem.distance2)
             cost = theory.cost(c1, c2, K, T)
             if best is None or cost < best.cost:
-                best = Recommendation(sampling, gamma, "conjugate_gradients", K, T, cost, rough)
+                best = Recommendation(sampling, gamma, _solver, K, T, cost, rough)
     if best is None:
         least = min(
             theory.neighbourhood(float(grid.min()), s.mu(problem.mu_i), s.variance(gradients)) for s in samplings

@@ -28,17 +28,16 @@ from commjax.data import partition
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
-from commjax.prox import solvers
+from commjax.prox import quasi_newton, solvers
 from commjax.records import Record
 from commjax.theory import sppm as theory
-from experiments import plots
+from experiments import plots, tables
 from experiments.ef_bv import load
-from experiments.scafflix import first, save_table
 
 SOLVERS: dict[str, Callable[[Smoothness, Any], solvers.Solver]] = {
-    "bfgs": lambda smooth, gamma: solvers.bfgs(),
-    "cg": lambda smooth, gamma: solvers.conjugate_gradients(),
-    "lbfgs": lambda smooth, gamma: solvers.lbfgs(),
+    "bfgs": lambda smooth, gamma: quasi_newton.bfgs(),
+    "cg": lambda smooth, gamma: quasi_newton.conjugate_gradients(),
+    "lbfgs": lambda smooth, gamma: quasi_newton.lbfgs(),
     "agd": lambda smooth, gamma: solvers.accelerated_gradient_descent(smooth.L_max + 1 / gamma, smooth.mu + 1 / gamma),
     "gd": lambda smooth, gamma: solvers.gradient_descent(smooth.L_max + 1 / gamma),
     "aicn": lambda smooth, gamma: solvers.aicn(),
@@ -145,7 +144,7 @@ def grid(problem: Problem, settings: Settings) -> Grid:
 def rounds_to(record: Record, target: float) -> np.ndarray:
     """[setting, seed]: the first round whose start is within the target, or nan."""
     distance = record.metrics["distance"]
-    return np.array([[first(run, target) for run in setting] for setting in distance])
+    return np.array([[tables.first(run, target) for run in setting] for setting in distance])
 
 
 def costs(found: Grid, target: float, c1: float, c2: float, count: str) -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +241,7 @@ def cost(settings: Settings) -> list[dict]:
     axes[0, 0].set_ylabel("total cost $TK$")
     axes[0, 0].legend()
     plots.save(figure, settings.out / f"cost_{settings.solver}.png")
-    save_table(settings.out / f"cost_{settings.solver}", rows, show(rows))
+    tables.save(settings.out / f"cost_{settings.solver}", rows, show(rows))
     return rows
 
 
@@ -253,7 +252,7 @@ def hierarchical(settings: Settings) -> list[dict]:
         found = grid(problem(name, settings), settings)
         for c1 in (0.1, 0.05):
             rows += cost_rows(name, found, settings, c1, 1.0)
-    save_table(settings.out / f"hierarchical_{settings.solver}", rows, show(rows))
+    tables.save(settings.out / f"hierarchical_{settings.solver}", rows, show(rows))
     return rows
 
 
@@ -303,7 +302,7 @@ def samplings(settings: Settings) -> list[dict]:
         f"{r['dataset']:13} {r['sampling']:11} {r['size']:6d} {r['sigma2']:10.3e} {r['neighbourhood']:11.3e} {r['bound']:11.3e}"
         for r in rows
     ]
-    save_table(settings.out / "samplings", rows, "\n".join(lines))
+    tables.save(settings.out / "samplings", rows, "\n".join(lines))
     return rows
 
 
@@ -339,7 +338,7 @@ def stepsizes(settings: Settings) -> list[dict]:
     axes.legend(title=r"$\gamma$", title_fontsize=7, ncols=2)
     plots.save(figure, settings.out / "stepsizes.png")
     lines = [f"{'gamma':>8} {'mean of the last 20 rounds':>27}"] + [f"{r['gamma']:8g} {r['last']:27.3e}" for r in rows]
-    save_table(settings.out / "stepsizes", rows, "\n".join(lines))
+    tables.save(settings.out / "stepsizes", rows, "\n".join(lines))
     return rows
 
 

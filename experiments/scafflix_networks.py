@@ -24,7 +24,7 @@ from commjax.data import embedded, images, partition, text
 from commjax.data.partition import Examples
 from commjax.problems import networks
 from commjax.records import Record
-from experiments import plots
+from experiments import plots, tables
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,6 @@ def curves(axes, found: dict[str, dict]) -> None:
 
 def generalisation(settings: Settings) -> list[dict]:
     """Fig. L1476: Scafflix, FLIX and FedAvg, tuned alike; the dotted line is what clients reach without any communication."""
-    from experiments.scafflix import save_table
-
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     found = measure(task, MAIN, settings)
     figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
@@ -283,25 +281,21 @@ def generalisation(settings: Settings) -> list[dict]:
     axes.legend()
     plots.save(figure, settings.out / f"generalisation_{settings.task}.png")
     text_table, rows = table(found, settings)
-    save_table(settings.out / f"generalisation_{settings.task}", rows, text_table)
+    tables.save(settings.out / f"generalisation_{settings.task}", rows, text_table)
     return rows
 
 
 def baselines(settings: Settings) -> list[dict]:
     """The table of L3789, with the methods that are built here; its FedCR, FedPAC and FedSR are not."""
-    from experiments.scafflix import save_table
-
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     found = measure(task, tuple(METHODS), settings)
     text_table, rows = table(found, settings)
-    save_table(settings.out / f"baselines_{settings.task}", rows, text_table)
+    tables.save(settings.out / f"baselines_{settings.task}", rows, text_table)
     return rows
 
 
 def ablations(settings: Settings) -> list[dict]:
     """Fig. L1506: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
-    from experiments.scafflix import save_table
-
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     starts = Starts(task, settings)
     stepsize = tuned(task, "Scafflix", starts, settings)
@@ -332,5 +326,5 @@ def ablations(settings: Settings) -> list[dict]:
     plots.save(figure, settings.out / f"ablations_{settings.task}.png")
     lines = [f"{settings.task}, Scafflix, stepsize {stepsize:g}, {settings.rounds} rounds, {settings.seeds} seeds"]
     lines += [f"{r['knob']:7} {r['value']:5g} {r['accuracy']:8.2f} +- {r['std']:.2f} %" for r in rows]
-    save_table(settings.out / f"ablations_{settings.task}", rows, "\n".join(lines))
+    tables.save(settings.out / f"ablations_{settings.task}", rows, "\n".join(lines))
     return rows

@@ -1,5 +1,6 @@
 """FLIX: personalization by an explicit mixture of the global model and each client's own optimum."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -186,6 +187,17 @@ def local_optima(
     return jax.jit(jax.vmap(one))(jnp.broadcast_to(jnp.asarray(L_i), (n,)), data)
 
 
+def epoch_steps(data: PyTree, epochs: float | int, batch: int) -> int:
+    """Steps of `batch` rows that make so many epochs of the largest client: the `steps` of `local_sgd`
+
+    >>> epoch_steps({"x": jnp.ones((3, 50, 2))}, epochs=2, batch=20)
+    5
+    """
+    if not epochs > 0 or batch < 1:
+        raise ValueError(f"epochs={epochs}, batch={batch}; allowed: positive, and at least 1 row")
+    return math.ceil(epochs * jax.tree.leaves(data)[0].shape[1] / batch)
+
+
 def local_sgd(
     key: Key,
     value_and_grad: ValueAndGrad,
@@ -199,7 +211,7 @@ def local_sgd(
 ) -> PyTree:
     """x_i* of a network, nearly: `steps` steps of SGD by each client from the same start; one row a client.
 
-    An epoch of client i is N_i / (batch size) steps.  Thesis: L1496 (batch 100, SGD).
+    `steps` of so many epochs: `epoch_steps`.  Thesis: L1496 (batch 100, SGD).
     """
     train = local.sgd(value_and_grad, sample, steps)
     n = len(jax.tree.leaves(data)[0])

@@ -158,7 +158,7 @@ def sppm_as(
     sampling: Sampling,
     solver: Callable[[Any], Solver],
     hubs: Hubs | None = None,
-    vectors: int = 1,
+    vectors: float = 1.0,
 ) -> Algorithm:
     r"""SPPM-AS with any sampling and any inner solver.
 
@@ -167,8 +167,8 @@ def sppm_as(
 
     `solver(gamma)` makes the inner solver, e.g. `lambda gamma: solvers.bfgs()` or
     `lambda gamma: solvers.gradient_descent(L + 1 / gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
-    aggregation has two levels and the hubs' bits are counted apart.  `vectors` that a client sends in one aggregation:
-    `prox.federated.vectors_per_round` of the solver.
+    aggregation has two levels and the hubs' bits are counted apart.  `vectors` that a client sends in one aggregation beside
+    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of the solvers there.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
@@ -188,18 +188,19 @@ def sppm_as(
             0
         ]  # at the centre the prox term is 0; the solver's first evaluation, shared
         result = solver(hparams.gamma)(oracle, center, hparams.rounds, hparams.tolerance)
-        price = vectors * _price(draw, n, server.params)
+        price = _price(draw, n, server.params)
+        sent = vectors * price + _price(draw, n, start)  # vectors, and the value that comes with them
         evaluations = result.evaluations.astype(price.dtype)
         met = jnp.zeros_like(price) if hubs is None else _hubs_met(draw, hubs).astype(price.dtype)
         metrics = Metrics(
             loss=start,
-            bits_up=price * evaluations,
-            bits_down=price / vectors * evaluations,
+            bits_up=sent * evaluations,
+            bits_down=price * evaluations,
             local_rounds=result.evaluations,
             iterations=result.iterations,
             residual=result.residual,
             code=result.code,
-            bits_hubs=met * evaluations * vectors * clients.bits_of(server.params),
+            bits_hubs=met * evaluations * (vectors * clients.bits_of(server.params) + clients.bits_of(start)),
         )
         return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
 
@@ -227,14 +228,13 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
     """K times: x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center), where (step, center) = center_of(hparams, x_t, x_k)."""
 
     def step(key, hparams, state, batch, *, axis_name=None):
-        if axis_name is not None:
-            raise NotImplementedError("averaged proxes run on one device: every client solves a problem of its own")
         server, ids = state.server, state.clients.id
-        _check(sampling, ids.shape[0])
+        n = clients.count(ids, axis_name)
+        _check(sampling, n)
         draw = sampling.sample(jax.random.fold_in(key, server.round))
-        cohort = _gather(draw, ids, batch, axis_name)
+        cohort = _gather(draw._replace(weights=_shares(draw)), ids, batch, axis_name)
         anchor, unravel = ravel_pytree(server.params)
-        share = _shares(draw).astype(anchor.dtype)
+        share = cohort.weights.astype(anchor.dtype)
 
         def prox(gamma, center, data):
             alone = _Cohort(jax.tree.map(lambda leaf: leaf[None], data), jnp.ones(1, anchor.dtype))
@@ -243,12 +243,14 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
 
         def one(number, x):
             gamma, center = center_of(hparams, anchor, x)
-            return share @ jax.vmap(prox, in_axes=(None, None, 0))(gamma, center, cohort.data)
+            center = clients.broadcast(center, axis_name)
+            return _sum(jax.vmap(prox, in_axes=(None, None, 0))(gamma, center, cohort.data), cohort, share, axis_name)
 
         x = jax.lax.fori_loop(0, hparams.rounds, one, anchor)
-        value = share @ jax.vmap(loss, in_axes=(None, 0))(server.params, cohort.data)
+        params = clients.broadcast(server.params, axis_name)
+        value = _sum(jax.vmap(loss, in_axes=(None, 0))(params, cohort.data), cohort, share, axis_name)
         rounds = jnp.asarray(hparams.rounds, jnp.int32)
-        price = _price(draw, ids.shape[0], server.params)
+        price = _price(draw, n, server.params)
         spent = price * rounds.astype(price.dtype)
         zero = jnp.zeros((), anchor.dtype)
         metrics = Metrics(value, spent, spent, rounds, rounds, zero, jnp.zeros((), jnp.int32), 0 * price)

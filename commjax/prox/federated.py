@@ -22,34 +22,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
-from commjax.prox.solvers import LocalOracle, Oracle, Result, Solver, Vector, _at, _locals, _Point, iterate
-
-# Uplink of one aggregation, without and with a gradient that is only there to measure the residual.
-_VECTORS = {
-    "adam": (1, 1),
-    "fed_opt": (1, 2),
-    "fed_adam": (1, 2),
-    "fed_adagrad": (1, 2),
-    "mime": (1, 1),  # two aggregations a round, so two evaluations: gradients, then models
-    "mime_lite": (2, 2),  # model and gradient at the server point, together
-    "fed_speed": (1, 2),
-    "fed_lamb": (2, 3),  # model and second moment
-    "apollo": (1, 1),
-    "oasis": (2, 2),  # gradient and z * (H z)
-}
-
-
-def vectors_per_round(name: str, residual: bool = False) -> int:
-    """Vectors of dimension d that one client sends for one of `Result.evaluations`.
-
-    `residual`: whether a tolerance is to stop the run; methods that average models then send a gradient beside the model.
-
-    >>> vectors_per_round("fed_adam"), vectors_per_round("fed_adam", residual=True), vectors_per_round("mime_lite")
-    (1, 2, 2)
-    """
-    if name not in _VECTORS:
-        raise ValueError(f"name={name!r}; allowed: one of {', '.join(_VECTORS)}")
-    return _VECTORS[name][residual]
+from commjax.prox.solvers import LocalOracle, Oracle, Point, Result, Solver, Vector, evaluate, iterate, locals_of
 
 
 def _positive(**values: Any) -> None:
@@ -80,7 +53,7 @@ def _repeat(
 
     def advance(here, memory, number):
         there, memory = update(here, memory, number)
-        return _at(oracle, there), memory, evaluations, False
+        return evaluate(oracle, there), memory, evaluations, False
 
     return iterate(oracle, x, budget, tolerance, memory, advance)
 
@@ -144,7 +117,7 @@ def fed_opt(
     local = local or optax.identity()
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
         stepsize = jnp.asarray(local_stepsize, x.dtype)
 
         def step(rows, grads, state):
@@ -254,7 +227,7 @@ def _mime(correct: bool, local_steps, local_stepsize, b1, b2, eps, initial_accum
     _fractions(b1=b1, b2=b2)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
         stepsize = jnp.asarray(local_stepsize, x.dtype)
 
         def update(here, memory, number):
@@ -335,7 +308,7 @@ def fed_speed(local_steps: Any, local_stepsize: Any, lam: Any, rho: Any = 0.1, a
     _positive(local_steps=local_steps, local_stepsize=local_stepsize, lam=lam)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
         stepsize, penalty, radius, mix = (jnp.asarray(number, x.dtype) for number in (local_stepsize, lam, rho, alpha))
 
         def update(here, shifts, number):
@@ -384,7 +357,7 @@ def fed_lamb(
         return ravel_pytree(_transformed(trust, unravel(direction), trust.init(layers), layers)[0])[0]
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
         stepsize = jnp.asarray(local_stepsize, x.dtype)
 
         def update(here, memory, number):
@@ -472,7 +445,7 @@ def oasis(
         def probe(x, key):
             z = jax.random.rademacher(key, x.shape, x.dtype)
             (value, grad), (_, curved) = jax.jvp(oracle.value_and_grad, (x,), (z,))
-            return _Point(x, value, grad), z * curved
+            return Point(x, value, grad), z * curved
 
         def advance(here, memory, number):
             D, m, step, growth, last = memory
@@ -491,9 +464,37 @@ def oasis(
         keys = jax.random.split(jax.random.fold_in(key, 0), samples)
         D = jnp.mean(jax.lax.map(lambda key: probe(x, key)[1], keys), 0)
         step = jnp.asarray(learning_rate, x.dtype)
-        last = _Point(x, jnp.zeros((), x.dtype), jnp.zeros_like(x))
+        last = Point(x, jnp.zeros((), x.dtype), jnp.zeros_like(x))
         return iterate(
             oracle, x, budget, tolerance, (D, jnp.zeros_like(x), step, jnp.full_like(step, jnp.inf), last), advance
         )
 
     return solve
+
+
+# Uplink of one aggregation, without and with a gradient that is only there to measure the residual.
+_VECTORS = {
+    adam: (1, 1),
+    fed_opt: (1, 2),
+    fed_adam: (1, 2),
+    fed_adagrad: (1, 2),
+    mime: (1, 1),  # two aggregations a round, so two evaluations: gradients, then models
+    mime_lite: (2, 2),  # model and gradient at the server point, together
+    fed_speed: (1, 2),
+    fed_lamb: (2, 3),  # model and second moment
+    apollo: (1, 1),
+    oasis: (2, 2),  # gradient and z * (H z)
+}
+
+
+def vectors_per_round(solver: Callable, residual: bool = False) -> int:
+    """Vectors of dimension d that one client sends for one of `Result.evaluations`; `solver` is a function of this module.
+
+    `residual`: whether a tolerance is to stop the run; methods that average models then send a gradient beside the model.
+
+    >>> vectors_per_round(fed_adam), vectors_per_round(fed_adam, residual=True), vectors_per_round(mime_lite)
+    (1, 2, 2)
+    """
+    if solver not in _VECTORS:
+        raise ValueError(f"solver={solver}; allowed: {', '.join(one.__name__ for one in _VECTORS)} of prox.federated")
+    return _VECTORS[solver][residual]

@@ -46,42 +46,47 @@ class Result(NamedTuple):
 Solver = Callable[[Oracle, Vector, Any, Any], Result]
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
+    """Where a solver is, and what the cohort said there."""
+
     x: Vector
     value: Array
     grad: Vector
 
 
 class _Loop(NamedTuple):
-    here: _Point
-    best: _Point  # smallest |grad| so far
+    here: Point
+    best: Point  # smallest |grad| so far
     memory: Any
     iterations: Int[Array, ""]
     evaluations: Int[Array, ""]
     broken: Bool[Array, ""]
 
 
-def _at(oracle: Oracle, x: Vector) -> _Point:
-    return _Point(x, *oracle.value_and_grad(x))
+def evaluate(oracle: Oracle, x: Vector) -> Point:
+    """One aggregation"""
+    return Point(x, *oracle.value_and_grad(x))
 
 
-def _pick(condition: Array, yes: Any, no: Any) -> Any:
+def pick(condition: Array, yes: Any, no: Any) -> Any:
+    """`where` on trees"""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
-def _finite(point: _Point) -> Array:
+def finite(point: Point) -> Array:
+    """Value and gradient are numbers"""
     return jnp.isfinite(point.value) & jnp.all(jnp.isfinite(point.grad))
 
 
-def _limits(budget: Any, tolerance: Any, x: Vector) -> tuple[Array, Array]:
+def limits(budget: Any, tolerance: Any, x: Vector) -> tuple[Array, Array]:
     """Numbers and arrays of any dtype are accepted."""
     return jnp.asarray(budget, jnp.int32), jnp.asarray(tolerance, x.dtype)
 
 
-def _result(run: Any, tolerance: Array) -> Result:
+def result_of(run: Any, tolerance: Array) -> Result:
     """A start that is not finite has not converged, whatever its gradient."""
     residual = jnp.linalg.norm(run.best.grad)
-    converged = (residual <= tolerance) & _finite(run.best)
+    converged = (residual <= tolerance) & finite(run.best)
     code = jnp.where(converged, CONVERGED, jnp.where(run.broken, BROKE_DOWN, OUT_OF_BUDGET))
     return Result(run.best.x, run.iterations, run.evaluations, residual, code.astype(jnp.int32))
 
@@ -92,14 +97,14 @@ def iterate(
     budget: Any,
     tolerance: Any,
     memory: Any,
-    advance: Callable[[_Point, Any, Array], tuple[_Point, Any, Any, Any]],
+    advance: Callable[[Point, Any, Array], tuple[Point, Any, Any, Any]],
 ) -> Result:
     """`advance(point, memory, number) -> (point, memory, evaluations, broken)` until |grad F| <= tolerance or the budget is used.
 
     The gradient at the start is one evaluation.  A step to a point that is not finite is undone and ends the run.
     """
-    start = _at(oracle, x)
-    budget, tolerance = _limits(budget, tolerance, x)
+    start = evaluate(oracle, x)
+    budget, tolerance = limits(budget, tolerance, x)
     small = jnp.zeros((), jnp.int32)
 
     def going_on(loop: _Loop) -> Array:
@@ -107,24 +112,21 @@ def iterate(
 
     def one(loop: _Loop) -> _Loop:
         there, memory, count, broken = advance(loop.here, loop.memory, loop.iterations)
-        good = _finite(there)
-        here = _pick(good, there, loop.here)
+        good = finite(there)
+        here = pick(good, there, loop.here)
         better = jnp.linalg.norm(here.grad) <= jnp.linalg.norm(loop.best.grad)
         return _Loop(
             here,
-            _pick(better, here, loop.best),
-            _pick(good, memory, loop.memory),
+            pick(better, here, loop.best),
+            pick(good, memory, loop.memory),
             loop.iterations + 1,
             loop.evaluations + count,
             broken | ~good,
         )
 
-    loop = _Loop(start, start, memory, small, small + 1, ~_finite(start))
+    loop = _Loop(start, start, memory, small, small + 1, ~finite(start))
     loop = jax.lax.while_loop(going_on, one, loop)
-    return _result(loop, tolerance)
-
-
-_ONE = 1  # evaluations of a step without line search
+    return result_of(loop, tolerance)
 
 
 def gradient_descent(L: Any) -> Solver:
@@ -132,7 +134,7 @@ def gradient_descent(L: Any) -> Solver:
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         def advance(here, memory, number):
-            return _at(oracle, here.x - here.grad / jnp.asarray(L, x.dtype)), memory, _ONE, jnp.zeros((), bool)
+            return evaluate(oracle, here.x - here.grad / jnp.asarray(L, x.dtype)), memory, 1, False
 
         return iterate(oracle, x, budget, tolerance, (), advance)
 
@@ -148,186 +150,9 @@ def accelerated_gradient_descent(L: Any, mu: Any) -> Solver:
 
         def advance(here, last, number):  # `here` is the extrapolated point y, `last` the one before extrapolation
             x = here.x - here.grad / jnp.asarray(L, here.x.dtype)
-            return _at(oracle, x + momentum * (x - last)), x, _ONE, jnp.zeros((), bool)
+            return evaluate(oracle, x + momentum * (x - last)), x, 1, False
 
         return iterate(oracle, x, budget, tolerance, x, advance)
-
-    return solve
-
-
-class _Search(NamedTuple):
-    """A bracket around a zero of the directional derivative."""
-
-    low: Array
-    slope_low: Array
-    high: Array
-    slope_high: Array
-    step: Array  # to be tried next; the accepted one when done
-    point: _Point  # the last trial that is low enough
-    count: Int[Array, ""]
-    done: Bool[Array, ""]
-
-
-def _search(here: _Point, slope: Array, step: Any) -> _Search:
-    step = jnp.asarray(step, here.x.dtype)
-    infinite = jnp.full((), jnp.inf, here.x.dtype)
-    zero = jnp.zeros_like(step)
-    return _Search(zero, slope, infinite, infinite, step, here, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
-
-
-def _narrow(search: _Search, here: _Point, direction: Vector, trial: _Point, c1: float, c2: float) -> _Search:
-    """What the trial at `search.step` teaches: accept it, or narrow the bracket by the secant of its ends (kept off them), or
-    double the step while the bracket is open."""
-    slope, found = jnp.vdot(here.grad, direction), jnp.vdot(trial.grad, direction)
-    # Near the optimum the decrease drowns in rounding; there the derivative alone decides.
-    rounding = 10 * jnp.finfo(here.x.dtype).eps * jnp.abs(here.value)
-    too_high = ~(trial.value <= here.value + c1 * search.step * slope + rounding) | ~_finite(trial)
-    done = ~too_high & (jnp.abs(found) <= c2 * jnp.abs(slope))
-    over = too_high | (found > 0)
-    low, slope_low = _pick(over, (search.low, search.slope_low), (search.step, found))
-    # Where F is not finite the slope says nothing: a steep one makes the secant a bisection.
-    uphill = jnp.where(jnp.isfinite(found) & (found > 0), found, jnp.abs(slope))
-    high, slope_high = _pick(over, (search.step, uphill), (search.high, search.slope_high))
-    width = high - low
-    secant = low - slope_low * width / (slope_high - slope_low)
-    inside = jnp.clip(secant, low + 0.1 * width, high - 0.1 * width)
-    inside = jnp.where(jnp.isfinite(inside), inside, low + width / 2)
-    step = jnp.where(done, search.step, jnp.where(jnp.isfinite(high), inside, 2 * search.step))
-    point = _pick(done | ~too_high, trial, search.point)
-    return _Search(low, slope_low, high, slope_high, step, point, search.count + 1, done)
-
-
-def line_search(
-    oracle: Oracle, here: _Point, direction: Vector, step: Any, c1: float, c2: float, most: int = 20
-) -> tuple[_Point, Array, Array, Array]:
-    """A step t with F(x + t p) <= F + c1 t <g, p> and |<grad F(x + t p), p>| <= c2 |<g, p>| (strong Wolfe).
-
-    Returns (point, t, evaluations, found).
-    """
-
-    def one(search: _Search) -> _Search:
-        trial = _at(oracle, here.x + search.step * direction)
-        return _narrow(search, here, direction, trial, c1, c2)
-
-    start = _search(here, jnp.vdot(here.grad, direction), step)
-    search = jax.lax.while_loop(lambda search: ~search.done & (search.count < most), one, start)
-    return search.point, search.step, search.count, search.done
-
-
-class _Descent(NamedTuple):
-    here: _Point
-    best: _Point  # smallest |grad| so far
-    direction: Vector
-    search: _Search
-    memory: Any
-    iterations: Int[Array, ""]
-    evaluations: Int[Array, ""]
-    broken: Bool[Array, ""]
-
-
-def descend(
-    oracle: Oracle,
-    x: Vector,
-    budget: Any,
-    tolerance: Any,
-    memory: Any,
-    propose: Callable,
-    c1: float,
-    c2: float,
-    most: int = 20,
-) -> Result:
-    """Line searches along `propose(here, before, direction, memory, number) -> (direction, first step, memory)`.
-
-    One turn of the loop is one evaluation, whether it ends a line search or not, so that under vmap no run waits for another's.
-    """
-    start = _at(oracle, x)
-    budget, tolerance = _limits(budget, tolerance, x)
-    zero = jnp.zeros((), jnp.int32)
-
-    def begin(here, before, direction, memory, number):
-        direction, step, memory = propose(here, before, direction, memory, number)
-        return direction, _search(here, jnp.vdot(here.grad, direction), step), memory
-
-    def going_on(run: _Descent) -> Array:
-        return (run.iterations < budget) & (jnp.linalg.norm(run.here.grad) > tolerance) & ~run.broken
-
-    def one(run: _Descent) -> _Descent:
-        trial = _at(oracle, run.here.x + run.search.step * run.direction)
-        search = _narrow(run.search, run.here, run.direction, trial, c1, c2)
-        failed = ~search.done & (search.count >= most)
-        moved = search.done | failed
-        here = _pick(moved, search.point, run.here)
-        following = begin(here, run.here, run.direction, run.memory, run.iterations + 1)
-        direction, search, memory = _pick(search.done, following, (run.direction, search, run.memory))
-        better = jnp.linalg.norm(here.grad) <= jnp.linalg.norm(run.best.grad)
-        iterations = run.iterations + moved.astype(jnp.int32)
-        best = _pick(better, here, run.best)
-        return _Descent(here, best, direction, search, memory, iterations, run.evaluations + 1, run.broken | failed)
-
-    first = begin(start, start, -start.grad, memory, zero)
-    run = _Descent(start, start, *first, zero, zero + 1, ~_finite(start))
-    run = jax.lax.while_loop(going_on, one, run)
-    return _result(run, tolerance)
-
-
-def _first_step(here: _Point) -> Array:
-    norm = jnp.linalg.norm(here.grad)
-    return jnp.where(norm > 0, jnp.minimum(1.0, 1 / jnp.where(norm > 0, norm, 1)), 1.0)
-
-
-def conjugate_gradients() -> Solver:
-    """Nonlinear conjugate gradients (Polak and Ribiere, restarted when beta < 0), with a strong Wolfe line search."""
-
-    def propose(here, before, direction, memory, number):
-        square = jnp.vdot(before.grad, before.grad)
-        change = jnp.vdot(here.grad, here.grad - before.grad)
-        beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
-        following = -here.grad + jnp.where(number > 0, beta, 0) * direction
-        following = jnp.where(jnp.vdot(here.grad, following) < 0, following, -here.grad)
-        # As much decrease as last time, to first order.
-        ahead = jnp.vdot(here.grad, following)
-        guess = 1.01 * 2 * (here.value - before.value) / jnp.where(ahead < 0, ahead, -1)
-        guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(here))
-        return following, guess, memory
-
-    return lambda oracle, x, budget, tolerance: descend(oracle, x, budget, tolerance, (), propose, 1e-4, 0.4)
-
-
-def bfgs() -> Solver:
-    """BFGS with a strong Wolfe line search; the inverse Hessian starts as the identity."""
-
-    def propose(here, before, direction, inverse, number):
-        s, y = here.x - before.x, here.grad - before.grad
-        curvature = jnp.vdot(s, y)
-        positive = curvature > jnp.finfo(s.dtype).eps * jnp.linalg.norm(s) * jnp.linalg.norm(y)
-        rho = jnp.where(positive, 1 / jnp.where(positive, curvature, 1), 0)
-        along = inverse @ y
-        # (I - rho s y^T) H (I - rho y s^T) + rho s s^T, without a product of matrices
-        cross = jnp.outer(along, s)
-        inverse = inverse - rho * (cross + cross.T) + (rho + rho**2 * jnp.vdot(y, along)) * jnp.outer(s, s)
-        return -inverse @ here.grad, jnp.where(number > 0, 1.0, _first_step(here)), inverse
-
-    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        return descend(oracle, x, budget, tolerance, jnp.eye(x.shape[0], dtype=x.dtype), propose, 1e-4, 0.9)
-
-    return solve
-
-
-def lbfgs(history: int = 10) -> Solver:
-    """Limited-memory BFGS, from Optax (`optax.scale_by_lbfgs`), with our line search, so that evaluations are counted alike."""
-    import optax
-
-    transform = optax.scale_by_lbfgs(memory_size=history)
-
-    def propose(here, before, direction, state, number):
-        with jax.numpy_dtype_promotion("standard"):  # Optax mixes widths of integers
-            scaled, state = transform.update(here.grad, state, here.x)
-        following = -jnp.asarray(scaled)
-        following = jnp.where(jnp.vdot(following, here.grad) < 0, following, -here.grad)
-        return following, jnp.where(number > 0, 1.0, _first_step(here)), state
-
-    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        return descend(oracle, x, budget, tolerance, transform.init(x), propose, 1e-4, 0.9)
 
     return solve
 
@@ -354,15 +179,16 @@ def aicn(scale: float = 1.0) -> Solver:
             square = jnp.vdot(here.grad, step)
             dual = scale * jnp.sqrt(jnp.maximum(square, jnp.finfo(x.dtype).tiny))
             damping = 2 / (1 + jnp.sqrt(1 + 2 * dual))  # (sqrt(1 + 2 dual) - 1) / dual, without its cancellation
-            there = _at(oracle, here.x - damping * step)
-            return _pick(square > 0, there, here), memory, _ONE, ~(square > 0)
+            there = evaluate(oracle, here.x - damping * step)
+            return pick(square > 0, there, here), memory, 1, ~(square > 0)
 
         return iterate(oracle, x, budget, tolerance, (), advance)
 
     return solve
 
 
-def _locals(oracle: Oracle) -> LocalOracle:
+def locals_of(oracle: Oracle) -> LocalOracle:
+    """The clients' own answers, or a ValueError"""
     if oracle.local is None:
         raise ValueError("this solver needs oracle.local, got None: it lets each client of the cohort work by itself")
     return oracle.local
@@ -376,14 +202,14 @@ def local_newton(steps: int = 1) -> Solver:
     """
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
 
         def advance(here, memory, number):
             rows = jnp.broadcast_to(here.x, (cohort.weights.shape[0], x.shape[0]))
             for _ in range(steps):
                 _, grads = cohort.value_and_grad(rows)
                 rows = rows - jnp.linalg.solve(cohort.hessian(rows), grads[..., None])[..., 0]
-            return _at(oracle, cohort.weights @ rows), memory, _ONE, jnp.zeros((), bool)
+            return evaluate(oracle, cohort.weights @ rows), memory, 1, False
 
         return iterate(oracle, x, budget, tolerance, (), advance)
 
@@ -397,7 +223,7 @@ def scaffnew(gamma: Any, p: Any, most: int = 1000) -> Solver:
     """
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        cohort = _locals(oracle)
+        cohort = locals_of(oracle)
         m = cohort.weights.shape[0]
         key = jax.random.key(0)
 
@@ -415,7 +241,7 @@ def scaffnew(gamma: Any, p: Any, most: int = 1000) -> Solver:
             )
             mean = cohort.weights @ rows
             shift = shift + jnp.asarray(p, x.dtype) / jnp.asarray(gamma, x.dtype) * (mean[None] - rows)
-            return _at(oracle, mean), (shift, tosses), _ONE, jnp.zeros((), bool)
+            return evaluate(oracle, mean), (shift, tosses), 1, False
 
         memory = (jnp.zeros((m, x.shape[0]), x.dtype), jnp.zeros((), jnp.int32))
         return iterate(oracle, x, budget, tolerance, memory, advance)

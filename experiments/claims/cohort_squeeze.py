@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from commjax import cohorts
+from commjax import clustering, cohorts
 from commjax.theory import sppm as theory
 from experiments import cohort_squeeze as experiment
 from experiments.claims import Claim
@@ -77,7 +77,7 @@ def averaged_prox() -> Claim:
 def nice_example() -> Claim:
     a = np.array([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]])
     pairs = [np.array([0, 2]), np.array([1, 3])]
-    best = cohorts.optimal_stratified(a, 2)
+    best = clustering.optimal_stratified(a, 2)
     values = (
         cohorts.stratified(pairs).variance(a),
         cohorts.nice(4, 2).variance(a),

@@ -14,7 +14,7 @@ from commjax import runner
 from commjax.algorithms import flix, scafflix
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
-from experiments import plots
+from experiments import plots, scafflix_condition
 from experiments import scafflix as experiment
 from experiments import scafflix_networks as network
 from experiments.claims import Claim
@@ -54,14 +54,14 @@ def square_root() -> Claim:
     found = {"Scafflix": [], "GD": []}
     kappas = np.geomspace(10, 1000, 4)
     for kappa in kappas:
-        data = experiment.spread_quadratics(kappa, 8, 20, 0)
-        _, ours, plain = experiment.rounds_to_accuracy(
+        data = scafflix_condition.spread_quadratics(kappa, 8, 20, 0)
+        _, ours, plain = scafflix_condition.rounds_to_accuracy(
             jax.value_and_grad(quadratic.loss), jax.tree.map(jnp.asarray, data), quadratic.constants(data), 1 / kappa,
             data.c, quadratic.optimum(data).params, SETTINGS,
         )  # fmt: skip
         found["Scafflix"].append(ours)
         found["GD"].append(plain)
-    slopes = {name: experiment.slope(kappas, rounds) for name, rounds in found.items()}
+    slopes = {name: scafflix_condition.slope(kappas, rounds) for name, rounds in found.items()}
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
     for name, rounds in found.items():
         axes.loglog(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commjax import cohorts
+from commjax import clustering, cohorts
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "goldens_sppm.json").read_text())
 PARTS = [[0, 3], [4], [2, 5, 1]]  # unequal, and out of order
@@ -222,15 +222,18 @@ def test_weights_need_not_add_up_to_1():
         (lambda: cohorts.nice(3, 1).variance(np.zeros((2, 1))), r"gradients has shape \(2, 1\); allowed: n=3"),
         (lambda: cohorts.nice(2, 1).variance(np.full((2, 1), np.nan)), r"gradients has shape .*finite rows"),
         (lambda: cohorts.full(2).variance(np.ones((2, 1))), r"mean of norm 1 .*centre them"),
-        (lambda: cohorts.by_gradients(np.ones((3, 1)), 2), r"b=2 clusters of 3 clients; allowed: 1 to 1, the distinct"),
-        (lambda: cohorts.by_gradients(np.ones((3, 1)), 0), r"b=0 clusters"),
-        (lambda: cohorts.by_features(np.ones((3, 1)), [[0, 1], []], 1), r"rows\[1\] is empty"),
         (
-            lambda: cohorts.optimal_stratified(np.ones((5, 1)), 2),
+            lambda: clustering.by_gradients(np.ones((3, 1)), 2),
+            r"b=2 clusters of 3 clients; allowed: 1 to 1, the distinct",
+        ),
+        (lambda: clustering.by_gradients(np.ones((3, 1)), 0), r"b=0 clusters"),
+        (lambda: clustering.by_features(np.ones((3, 1)), [[0, 1], []], 1), r"rows\[1\] is empty"),
+        (
+            lambda: clustering.optimal_stratified(np.ones((5, 1)), 2),
             r"b=2 clusters of n=5 clients; allowed: b that divides n",
         ),
         (
-            lambda: cohorts.optimal_stratified(np.ones((16, 1)), 4),
+            lambda: clustering.optimal_stratified(np.ones((16, 1)), 4),
             r"n=16 clients have 2627625 partitions .* at most 200000",
         ),
     ],
@@ -273,17 +276,17 @@ def every_clustering(n, b):
 def test_the_optimal_clustering_has_the_smallest_variance_of_all(n, b):
     for seed in range(2 if n < 9 else 1):
         a = centred(np.random.default_rng(seed).standard_normal((n, 3)))
-        best = cohorts.optimal_stratified(a, b)
+        best = clustering.optimal_stratified(a, b)
         least = min(cohorts.stratified(clusters).variance(a) for clusters in every_clustering(n, b))
         assert cohorts.stratified(best).variance(a) == pytest.approx(least, rel=1e-11, abs=1e-14)
         assert [len(ids) for ids in best] == [n // b] * b
-    shifted = cohorts.optimal_stratified(a + 5.0, b)
+    shifted = clustering.optimal_stratified(a + 5.0, b)
     assert [ids.tolist() for ids in shifted] == [ids.tolist() for ids in best]
 
 
 def test_the_clustering_of_the_text_example():
     golden = GOLDENS["sppm_text_example"]
-    assert [ids.tolist() for ids in cohorts.optimal_stratified(np.array(golden["a"]), 2)] == golden["best"]
+    assert [ids.tolist() for ids in clustering.optimal_stratified(np.array(golden["a"]), 2)] == golden["best"]
 
 
 def test_clusters_of_features_and_of_gradients_find_the_groups():
@@ -291,10 +294,10 @@ def test_clusters_of_features_and_of_gradients_find_the_groups():
     group = np.array([0, 1, 2, 0, 1, 2, 2, 0])
     gradients = 10.0 * np.eye(3)[group] + 0.1 * rng.standard_normal((8, 3))
     wanted = [[0, 3, 7], [1, 4], [2, 5, 6]]
-    assert [ids.tolist() for ids in cohorts.by_gradients(gradients, 3)] == wanted
+    assert [ids.tolist() for ids in clustering.by_gradients(gradients, 3)] == wanted
     rows = [np.array([2 * i, 2 * i + 1]) for i in range(8)]
     features = np.repeat(gradients, 2, axis=0) + np.tile([[3.0], [-3.0]], (8, 1))  # only the means tell
-    assert [ids.tolist() for ids in cohorts.by_features(features, rows, 3, seed=1)] == wanted
+    assert [ids.tolist() for ids in clustering.by_features(features, rows, 3, seed=1)] == wanted
     a = centred(gradients)
     alike, mixed = (
         cohorts.stratified(wanted).variance(a),
@@ -313,7 +316,7 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"commjax\[data\]"):
-        cohorts.by_gradients(np.arange(4.0)[:, None], 2)
+        clustering.by_gradients(np.arange(4.0)[:, None], 2)
 
 
 def test_a_hundred_clients_in_ten_clusters_draw_ten():

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import cohorts, runner
+from commjax import clustering, runner
 from commjax.algorithms import sppm_as
 from commjax.problems import quadratic
-from commjax.prox import solvers
 from commjax.recommend import Facts, local_rounds, recommend
 
 N, D = 6, 3
@@ -18,14 +17,14 @@ START = OPTIMUM + 3.0
 FACTS = Facts(
     mu_i=np.linalg.eigvalsh(PROBLEM.H)[:, 0], L_i=np.linalg.eigvalsh(PROBLEM.H)[:, -1],
     gradients=np.einsum("nij,nj->ni", PROBLEM.H, OPTIMUM - PROBLEM.c), distance2=27.0,
-    clusters=cohorts.optimal_stratified(np.einsum("nij,nj->ni", PROBLEM.H, OPTIMUM - PROBLEM.c), 3),
+    clusters=clustering.optimal_stratified(np.einsum("nij,nj->ni", PROBLEM.H, OPTIMUM - PROBLEM.c), 3),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1])
 def test_what_is_recommended_reaches_epsilon_on_average(epsilon):
     found = recommend(FACTS, epsilon)
-    algorithm = sppm_as.sppm_as(quadratic.loss, found.sampling, lambda gamma: getattr(solvers, found.solver)())
+    algorithm = sppm_as.sppm_as(quadratic.loss, found.sampling, found.solver)
     state = algorithm.init(jnp.asarray(START), jnp.arange(N))
     data = jax.tree.map(jnp.asarray, PROBLEM)
     settings = runner.stack([sppm_as.HParams(found.gamma, found.K, 0.0)])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from commjax.data import partition
-from commjax.problems import logistic
+from commjax.problems import logistic, quadratic
 from commjax.records import Record
-from experiments import scafflix, scafflix_networks
+from experiments import scafflix, scafflix_condition, scafflix_networks, scafflix_problem, tables
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_the_loss_after_each_communication_is_read_off_where_a_communication_wen
     bits = np.array([[[0.0, 64.0, 0.0, 64.0, 64.0]]])
     record = Record({}, {}, {"loss": loss, "bits_up": bits}, {}, 0.0)
     assert scafflix.communicated(record, 0, 0).tolist() == [9.0, 7.0, 5.0]
-    assert scafflix.first(np.array([3.0, 2.0, 1.0]), 2.0) == 1.0 and np.isnan(scafflix.first(np.ones(2), 0.5))
+    assert tables.first(np.array([3.0, 2.0, 1.0]), 2.0) == 1.0 and np.isnan(tables.first(np.ones(2), 0.5))
 
 
 def test_scafflix_needs_fewer_rounds_than_gd_and_fewer_for_smaller_alpha(accelerated, settings):
@@ -51,6 +51,7 @@ def test_the_driver_leaves_a_table_a_figure_and_records(accelerated, settings):
     assert "fewer rounds than GD in every row: True; fewer rounds for smaller alpha: True" in text
     assert (settings.out / "double_acceleration_label.png").read_bytes().startswith(b"\x89PNG")
     record = Record.load(settings.out / "breast_cancer_label_scafflix")
+    assert [row["ratio"] for row in record.config["rounds"]] == [row["ratio"] for row in accelerated[:2]]
     assert record.metrics["loss"].shape[:2] == (2, 2) and set(np.unique(record.metrics["bits_up"])) == {0.0, 30 * 64}
 
 
@@ -86,12 +87,12 @@ def test_the_minimum_of_the_flix_objective_is_one(settings):
 
 
 def test_every_split_uses_every_row_once(settings):
-    dataset = scafflix.load("breast_cancer")
-    for split in scafflix.SPLITS:
-        rows = scafflix.split_rows(dataset, split, 8, 0)
+    dataset = scafflix_problem.load("breast_cancer")
+    for split in scafflix_problem.SPLITS:
+        rows = scafflix_problem.split_rows(dataset, split, 8, 0)
         assert sorted(np.concatenate(rows)) == list(range(len(dataset.labels))) and len(rows) == 8
     with pytest.raises(ValueError, match="split='other'; allowed: iid"):
-        scafflix.split_rows(dataset, "other", 8, 0)
+        scafflix_problem.split_rows(dataset, "other", 8, 0)
 
 
 def test_looser_local_optima_take_fewer_iterations_and_leave_a_larger_error(settings):
@@ -117,17 +118,17 @@ def test_rounds_fall_with_p_down_to_theory_and_iterations_explode_below_it(setti
 def test_rounds_grow_with_the_root_of_the_condition_number():
     kappas, found = [10.0, 100.0, 1000.0], []
     for kappa in kappas:
-        data = scafflix.spread_quadratics(kappa, 4, 8, 0)
-        smooth = scafflix.quadratic.constants(data)
-        optimum = scafflix.quadratic.optimum(data).params
+        data = scafflix_condition.spread_quadratics(kappa, 4, 8, 0)
+        smooth = quadratic.constants(data)
+        optimum = quadratic.optimum(data).params
         found.append(
-            scafflix.rounds_to_accuracy(
-                jax.value_and_grad(scafflix.quadratic.loss), jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c, optimum, scafflix.Settings(),
+            scafflix_condition.rounds_to_accuracy(
+                jax.value_and_grad(quadratic.loss), jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c, optimum, scafflix.Settings(),
             )
         )  # fmt: skip
     measured, ours, plain = np.array(found).T
     np.testing.assert_allclose(measured, kappas, rtol=1e-6)
-    assert 0.38 < scafflix.slope(kappas, ours) < 0.62 and 0.9 < scafflix.slope(kappas, plain) < 1.1
+    assert 0.38 < scafflix_condition.slope(kappas, ours) < 0.62 and 0.9 < scafflix_condition.slope(kappas, plain) < 1.1
 
 
 @pytest.fixture(scope="module")

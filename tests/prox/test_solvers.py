@@ -11,7 +11,7 @@ import scipy.optimize
 
 from commjax.algorithms import sppm_as
 from commjax.problems import quadratic
-from commjax.prox import solvers
+from commjax.prox import quasi_newton, solvers
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 from commjax.theory import sppm as theory
 
@@ -25,9 +25,9 @@ WEIGHTS = np.array([0.5, 0.2, 0.3])
 EXACT = {
     "gd": lambda L, mu: solvers.gradient_descent(L),
     "agd": lambda L, mu: solvers.accelerated_gradient_descent(L, mu),
-    "cg": lambda L, mu: solvers.conjugate_gradients(),
-    "bfgs": lambda L, mu: solvers.bfgs(),
-    "lbfgs": lambda L, mu: solvers.lbfgs(),
+    "cg": lambda L, mu: quasi_newton.conjugate_gradients(),
+    "bfgs": lambda L, mu: quasi_newton.bfgs(),
+    "lbfgs": lambda L, mu: quasi_newton.lbfgs(),
     "aicn": lambda L, mu: solvers.aicn(),
 }
 ALL = EXACT | {
@@ -277,16 +277,26 @@ def test_the_line_search_satisfies_strong_wolfe_from_short_and_long_first_steps(
     @jit
     def search(data, here, directions, steps):
         oracle = oracle_of(data, 5.0, jnp.asarray(CENTER))
-        return jax.vmap(lambda p, t: solvers.line_search(oracle, here, p, t, 1e-4, c2))(directions, steps)
+
+        def one(direction, step):
+            def trial(search):
+                point = solvers.evaluate(oracle, here.x + search.step * direction)
+                return quasi_newton._narrow(search, here, direction, point, 1e-4, c2)
+
+            start = quasi_newton._search(here, jnp.vdot(here.grad, direction), step)
+            return jax.lax.while_loop(lambda search: ~search.done & (search.count < 20), trial, start)
+
+        return jax.vmap(one)(directions, steps)
 
     for kind, data in PROBLEMS.items():
-        here = solvers._Point(jnp.asarray(CENTER), *_value_and_grad(data, jnp.asarray(CENTER)))
+        here = solvers.Point(jnp.asarray(CENTER), *_value_and_grad(data, jnp.asarray(CENTER)))
         noise = np.random.default_rng(2).standard_normal((6, D)) * np.linalg.norm(here.grad) / 4
         directions = -here.grad[None] + jnp.asarray(noise)
         directions = directions * -jnp.sign(directions @ here.grad)[:, None]
         slope = directions @ here.grad
-        point, step, count, found = search(data, here, directions, jnp.array([1e-4, 1e-2, 1.0, 10.0, 1e3, 1e6]))
-        assert np.all(found) and np.all(count <= 20), kind
+        found = search(data, here, directions, jnp.array([1e-4, 1e-2, 1.0, 10.0, 1e3, 1e6]))
+        point, step = found.point, found.step
+        assert np.all(found.done), kind
         assert np.all(point.value <= here.value + 1e-4 * step * slope)
         assert np.all(np.abs(np.sum(point.grad * directions, 1)) <= c2 * np.abs(slope))
         np.testing.assert_allclose(point.x, CENTER[None] + step[:, None] * directions, rtol=1e-12)

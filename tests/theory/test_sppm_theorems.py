@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commjax import cohorts
+from commjax import clustering, cohorts
 from commjax.problems import quadratic
 from commjax.theory import sppm
 
@@ -306,7 +306,7 @@ def test_on_the_best_clusters_stratified_beats_nice_which_beats_block(b, m, coun
         most, least = sppm.optimal_clustering_bounds(T, b, m)
         assert most == pytest.approx(nice.variance(a)) and most == pytest.approx(SS.mean())
         assert least == pytest.approx(BS.mean(), abs=1e-13)
-        best = cohorts.optimal_stratified(a, b)
+        best = clustering.optimal_stratified(a, b)
         stratified, block = cohorts.stratified(best), cohorts.block(best)
         assert stratified.variance(a) == pytest.approx(SS.min(), abs=1e-13)
         assert stratified.variance(a) <= most * (1 + 1e-12) and block.variance(a) >= least * (1 - 1e-12)
@@ -321,7 +321,7 @@ def test_on_the_best_clusters_stratified_beats_nice_which_beats_block(b, m, coun
 def test_with_clusters_larger_than_their_number_block_sampling_can_win_on_the_best_clusters():
     """P10 needs m <= b: for the corners of a simplex all clusterings are alike, and SS = 2 BS at b = 2, m = 3"""
     a = centred(np.eye(6))
-    best, T = cohorts.optimal_stratified(a, 2), squares(a).mean()
+    best, T = clustering.optimal_stratified(a, 2), squares(a).mean()
     assert cohorts.stratified(best).variance(a) == pytest.approx(0.4 * T)
     assert cohorts.block(best).variance(a) == pytest.approx(0.2 * T)
     np.testing.assert_allclose(sppm.optimal_clustering_bounds(float(T), 2, 3), [0.4 * T, 0.2 * T])

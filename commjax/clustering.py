@@ -1,0 +1,84 @@
+"""Clusters of similar clients, for the stratified and block samplings of `cohorts`."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from commjax.data import partition
+
+Rows = Float[np.ndarray, "n d"]
+MOST_PARTITIONS = 200_000
+
+
+def by_features(
+    features: Float[np.ndarray, "N d"], rows: Sequence[Any], b: int, seed: int = 0
+) -> list[Int[np.ndarray, "_"]]:
+    """b clusters of clients whose mean features are alike (k-means); client i holds the rows `rows[i]`.
+
+    Thesis: L2262.  Needs scikit-learn, commjax[data].
+
+    >>> [ids.tolist() for ids in by_features(np.array([[0.0], [9.0], [0.1], [9.2]]), [[0], [1], [2], [3]], 2)]
+    [[0, 2], [1, 3]]
+    """
+    for i, ids in enumerate(rows):
+        if len(ids) == 0:
+            raise ValueError(f"rows[{i}] is empty; allowed: at least one row for each client")
+    return by_gradients(np.stack([features[np.asarray(ids)].mean(axis=0) for ids in rows]), b, seed)
+
+
+def by_gradients(gradients: Rows, b: int, seed: int = 0) -> list[Int[np.ndarray, "_"]]:
+    """b clusters of clients whose gradients (or other vectors) are alike (k-means): the heuristic for a small sigma^2_SS.
+
+    Needs scikit-learn, commjax[data].
+
+    >>> [ids.tolist() for ids in by_gradients(np.array([[0.0], [9.0], [0.1], [9.2]]), 2)]
+    [[0, 2], [1, 3]]
+    """
+    distinct = len(np.unique(gradients, axis=0))
+    if not 1 <= b <= distinct:
+        raise ValueError(f"b={b} clusters of {len(gradients)} clients; allowed: 1 to {distinct}, the distinct clients")
+    return partition.feature_wise(gradients, b, seed=seed)
+
+
+def optimal_stratified(gradients: Rows, b: int) -> list[Int[np.ndarray, "_"]]:
+    """The b clusters of equal size m = n/b with the smallest sigma^2_SS, by trying them all; gradients are those at x*.
+
+    With equal sizes sigma^2_SS = (sum_i |a_i|^2 - (1/m) sum_j |z_j|^2) m / n^2, so that sum_j |z_j|^2 is made large, where
+    z_j adds up cluster j; the best split of what remains is found once for each remainder.
+    Thesis: Def. (L5585).  Differs: P8 (it is stratified sampling's optimal clustering).
+
+    >>> [ids.tolist() for ids in optimal_stratified(np.array([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]]), 2)]
+    [[0, 1], [2, 3]]
+    """
+    n = len(gradients)
+    if b < 1 or n == 0 or n % b:
+        raise ValueError(f"b={b} clusters of n={n} clients; allowed: b that divides n")
+    m = n // b
+    count = math.factorial(n) // (math.factorial(m) ** b * math.factorial(b))
+    if count > MOST_PARTITIONS:
+        raise ValueError(
+            f"n={n} clients have {count} partitions into b={b} clusters of {m}; allowed: at most {MOST_PARTITIONS} "
+            "(use by_gradients)"
+        )
+    centred = gradients - gradients.mean(axis=0)
+    inner = centred @ centred.T
+
+    @cache
+    def best(left: tuple[int, ...]) -> tuple[float, tuple[tuple[int, ...], ...]]:
+        if not left:
+            return 0.0, ()
+        found = (-1.0, ())
+        for others in combinations(left[1:], m - 1):
+            cluster = (left[0], *others)
+            value, rest = best(tuple(i for i in left if i not in cluster))
+            value += inner[np.ix_(cluster, cluster)].sum()
+            if value > found[0]:
+                found = (value, (cluster, *rest))
+        return found
+
+    return [np.array(ids) for ids in best(tuple(range(n)))[1]]
