@@ -1,0 +1,199 @@
+"""Model folders of Hugging Face: config.json and safetensors, whole or in shards.  Nothing is ever unpickled.
+
+A tensor is stored as [out, in] and held as a kernel [in, out]; float32, float16 and bfloat16 are kept as they are.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from commjax.llm import architectures, names
+from commjax.llm import config as configs
+from commjax.llm.model import Layers, Model, Params, Shapes
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+# Buffers that old files carry and that follow from the config.
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq")
+
+
+class Checkpoint(NamedTuple):
+    """A folder whose names, shapes and dtypes fit its config; `tensors` says where each tensor is: (file, name in it)."""
+
+    folder: Path
+    model: Model
+    tensors: dict[str, tuple[Path, str]]
+
+
+def open_folder(folder: str | os.PathLike, *, finite: bool = False) -> Checkpoint:
+    """Check a model folder without loading it: only headers are read, unless `finite` looks for NaN and inf in every tensor.
+
+    Refused: missing or extra tensors, an index that names a file elsewhere, shapes that contradict the config, other
+    dtypes, a head that is tied by the config and stored with other values.
+    """
+    folder = Path(folder)
+    model = architectures.model(configs.load(folder))
+    headers = {path: _header(path) for path in _files(folder)}
+    found: dict[str, tuple[Path, str]] = {}
+    for path, header in headers.items():
+        for stored in header:
+            name = _canonical(stored)
+            if name in found:
+                raise ValueError(
+                    f"{folder}: tensor {stored!r} is in {found[name][0].name} and in {path.name}; allowed: once"
+                )
+            found[name] = path, stored
+    _check_index(folder, {stored: path for path, stored in found.values()})
+
+    wanted = names.tensor_shapes(model)
+    tied = "lm_head.weight" in found and model.config.tie_word_embeddings
+    extra = [
+        name
+        for name in found
+        if name not in wanted and not _DERIVED.fullmatch(name) and not (tied and name == "lm_head.weight")
+    ]
+    missing = [name for name in wanted if name not in found]
+    for what, some in (("missing", missing), ("extra", extra)):
+        if some:
+            raise ValueError(
+                f"{folder}: {len(some)} {what} tensors, first {sorted(some)[0]!r}; allowed: those of config.json"
+            )
+    for name, shape in wanted.items():
+        path, stored = found[name]
+        given, dtype = headers[path][stored]
+        if given != shape:
+            raise ValueError(f"{folder}: {name} has shape {list(given)}; allowed by config.json: {list(shape)}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"{folder}: {name} has dtype {dtype}; allowed: {', '.join(_DTYPES)}")
+    checkpoint = Checkpoint(folder, model, {name: found[name] for name in wanted})
+    if tied:
+        _check_tied(checkpoint, found["lm_head.weight"])
+    if finite:
+        _check_finite(checkpoint)
+    return checkpoint
+
+
+def read_block(checkpoint: Checkpoint, number: int) -> Layers:
+    """The layers of one block, and nothing else, from the disk."""
+    count = checkpoint.model.config.num_hidden_layers
+    if not 0 <= number < count:
+        raise ValueError(f"number={number}; allowed: 0 to {count - 1}, the blocks of {checkpoint.folder}")
+    return _read(checkpoint, checkpoint.model.block_shapes, names.block_prefixes(checkpoint.model, number))
+
+
+def read_outer(checkpoint: Checkpoint) -> Layers:
+    """The layers outside of the blocks: embeddings, last norm, head."""
+    return _read(checkpoint, checkpoint.model.outer_shapes, checkpoint.model.outer_prefixes)
+
+
+def load(folder: str | os.PathLike, *, finite: bool = False) -> tuple[Model, Params]:
+    """The whole model, checked by `open_folder` first.
+
+    >>> import tempfile, jax
+    >>> from commjax.llm import export, model
+    >>> tiny = architectures.model(configs.from_json({"model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 6,
+    ...                                               "num_attention_heads": 2, "num_hidden_layers": 1}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.save(folder + "/tiny", tiny, model.init(jax.random.key(0), tiny))
+    ...     load(folder + "/tiny")[1].blocks[0]["mlp.up_proj"]["kernel"].shape
+    (4, 6)
+    """
+    checkpoint = open_folder(folder, finite=finite)
+    blocks = tuple(read_block(checkpoint, i) for i in range(checkpoint.model.config.num_hidden_layers))
+    return checkpoint.model, Params(read_outer(checkpoint), blocks)
+
+
+def _canonical(stored: str) -> str:
+    """The name in a causal model: one saved without its head lacks the first word."""
+    return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    files = sorted(set(_index(folder).values()), key=str)
+    for name in files:
+        # Links are followed: a download cache is made of them.
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
+            raise ValueError(f"{folder / INDEX} names the file {name!r}; allowed: a file in the same folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / INDEX} names {name!r}, which is not there")
+    return [folder / name for name in files]
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}; allowed: weights in safetensors")
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no readable weight_map: {error!r}") from error
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path}: weight_map={files!r}; allowed: an object, tensor -> file")
+    return files
+
+
+def _check_index(folder: Path, found: dict[str, Path]) -> None:
+    if (folder / WEIGHTS).is_file():
+        return
+    said = _index(folder)
+    for name in sorted({*said, *found}):
+        held = found[name].name if name in found else "no file"
+        if said.get(name) != held:
+            raise ValueError(
+                f"{folder / INDEX}: {name!r} is in {said.get(name, 'no file')}, but {held} has it; allowed: agreement"
+            )
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
+            return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _get(places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors one at a time, each file opened once."""
+    from safetensors import safe_open
+
+    for path in sorted({path for path, _ in places.values()}):
+        with safe_open(path, "numpy") as file:
+            for name, (where, stored) in places.items():
+                if where == path:
+                    yield name, file.get_tensor(stored)
+
+
+def _read(checkpoint: Checkpoint, shapes: Shapes, prefixes: Mapping[str, str]) -> Layers:
+    leaves = names.leaves(shapes, prefixes)
+    found: Layers = {layer: {} for layer in shapes}
+    for name, tensor in _get({name: checkpoint.tensors[name] for name in leaves}):
+        layer, kind = leaves[name]
+        found[layer][kind] = jnp.asarray(tensor.T if kind == "kernel" else tensor)
+    return found
+
+
+def _check_tied(checkpoint: Checkpoint, head: tuple[Path, str]) -> None:
+    name = f"{checkpoint.model.outer_prefixes['embed_tokens']}.weight"
+    tensors = dict(_get({"head": head, "embedding": checkpoint.tensors[name]}))
+    if tensors["head"].shape != tensors["embedding"].shape or not np.array_equal(tensors["head"], tensors["embedding"]):
+        raise ValueError(
+            f"{checkpoint.folder}: lm_head.weight differs from {name}; allowed: the same, or tie_word_embeddings=false"
+        )
+
+
+def _check_finite(checkpoint: Checkpoint) -> None:
+    for name, tensor in _get(checkpoint.tensors):
+        bad = int(np.sum(~np.isfinite(tensor.astype(np.float32))))
+        if bad:
+            raise ValueError(f"{checkpoint.folder}: {name} has {bad} values that are NaN or infinite; allowed: none")

@@ -1,0 +1,286 @@
+"""What a `config.json` of Hugging Face says of a Llama or OPT model, in one tuple."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+_CLASSES = {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM"}
+_DTYPES = ("float32", "float16", "bfloat16")
+_ACTIVATIONS = ("silu", "relu", "gelu")
+_ROPES = ("default", "linear", "llama3")
+
+
+class Rope(NamedTuple):
+    """Rotary positions: the angle at position t turns by t * theta^(-2i/head_dim), slower by what `kind` says."""
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0  # linear: of every wavelength; llama3: of the long ones
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are long
+    high_freq_factor: float = 4.0  # llama3: those below original_length / high_freq_factor stay
+    original_length: int = 8192
+
+
+class Config(NamedTuple):
+    """Sizes and switches of a model, under the names of Hugging Face; what an architecture has not stays at its default.
+
+    >>> Config("llama", vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
+    ...        num_key_value_heads=4, head_dim=8, max_position_embeddings=512).rope.theta
+    10000.0
+    """
+
+    architecture: Literal["llama", "opt"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # OPT: ffn_dim
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    activation: Literal["silu", "relu", "gelu"] = "silu"
+    tie_word_embeddings: bool = False
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # what the file says; the tensors decide
+    # Llama
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    # OPT
+    word_embed_proj_dim: int = 0  # equal to hidden_size: no projections
+    do_layer_norm_before: bool = True
+    final_layer_norm: bool = True
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+
+
+def load(folder: str | os.PathLike) -> Config:
+    """The `config.json` of a model folder.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "config.json").write_text('{"model_type": "opt", "hidden_size": 128, "num_attention_heads": 4}')
+    ...     load(folder).head_dim
+    32
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {path}; allowed: a model folder of Hugging Face, with config.json and *.safetensors"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; allowed: a JSON object")
+    try:
+        return from_json(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def from_json(found: dict[str, Any]) -> Config:
+    """A parsed `config.json`, in the spelling of transformers 4 (rope_theta, rope_scaling, torch_dtype) or 5 (rope_parameters, dtype).
+
+    Absent or null entries take the defaults of transformers.  What these models do not compute is refused, and so are
+    entries that contradict each other.
+
+    >>> from_json({"model_type": "llama", "rope_theta": 5e5}) == from_json({"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}})
+    True
+    """
+    kind = found.get("model_type")
+    if kind not in _CLASSES:
+        raise ValueError(f"model_type={kind!r}; allowed: {', '.join(map(repr, _CLASSES))}")
+    classes = found.get("architectures") or [_CLASSES[kind]]
+    if classes != [_CLASSES[kind]]:
+        raise ValueError(f"architectures={classes!r} with model_type={kind!r}; allowed: [{_CLASSES[kind]!r}]")
+    if found.get("quantization_config") is not None:
+        raise ValueError("quantization_config is set; allowed: a checkpoint in float32, float16 or bfloat16")
+    config = (_llama if kind == "llama" else _opt)(found)
+    return check(config)
+
+
+def check(config: Config) -> Config:
+    """The config itself, if its sizes fit together."""
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv:
+        raise ValueError(f"num_key_value_heads={kv}; allowed: a divisor of num_attention_heads={heads}")
+    if config.architecture == "llama" and config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim}; allowed: an even number, since rotary positions turn pairs")
+    if config.architecture == "opt" and config.head_dim * heads != config.hidden_size:
+        raise ValueError(
+            f"head_dim={config.head_dim}; allowed: hidden_size / num_attention_heads = {config.hidden_size}/{heads}"
+        )
+    return config
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """A `config.json` that transformers 4.57 and 5 both read.
+
+    >>> from_json(to_json(from_json({"model_type": "llama", "head_dim": 64}))).head_dim
+    64
+    """
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    )
+    found: dict[str, Any] = {"architectures": [_CLASSES[config.architecture]], "model_type": config.architecture}
+    found |= {name: getattr(config, name) for name in shared} | {"torch_dtype": config.dtype}
+    if config.architecture == "opt":
+        switches = ("word_embed_proj_dim", "do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine")
+        found |= {name: getattr(config, name) for name in switches}
+        found |= {"ffn_dim": config.intermediate_size, "activation_function": config.activation}
+        return found | {"_remove_final_layer_norm": config.do_layer_norm_before and not config.final_layer_norm}
+    own = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
+    found |= {name: getattr(config, name) for name in own} | {
+        "hidden_act": config.activation,
+        "rope_theta": config.rope.theta,
+    }
+    return found | {"rope_scaling": _scaling(config.rope)}
+
+
+def _scaling(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    if rope.kind == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_length,
+    }
+
+
+def _llama(found: dict[str, Any]) -> Config:
+    hidden, heads = _whole(found, "hidden_size", 4096), _whole(found, "num_attention_heads", 32)
+    length = _whole(found, "max_position_embeddings", 2048)
+    return Config(
+        architecture="llama",
+        vocab_size=_whole(found, "vocab_size", 32000),
+        hidden_size=hidden,
+        intermediate_size=_whole(found, "intermediate_size", 11008),
+        num_hidden_layers=_whole(found, "num_hidden_layers", 32),
+        num_attention_heads=heads,
+        num_key_value_heads=_whole(found, "num_key_value_heads", heads),
+        head_dim=_whole(found, "head_dim", None) or _share(hidden, heads),
+        max_position_embeddings=length,
+        activation=_one_of(found, "hidden_act", "silu", _ACTIVATIONS),
+        tie_word_embeddings=_switch(found, "tie_word_embeddings", False),
+        dtype=_dtype(found),
+        rms_norm_eps=_positive(found, "rms_norm_eps", 1e-6),
+        rope=_rope(found, length),
+        attention_bias=_switch(found, "attention_bias", False),
+        mlp_bias=_switch(found, "mlp_bias", False),
+    )
+
+
+def _opt(found: dict[str, Any]) -> Config:
+    hidden, heads = _whole(found, "hidden_size", 768), _whole(found, "num_attention_heads", 12)
+    before = _switch(found, "do_layer_norm_before", True)
+    return Config(
+        architecture="opt",
+        vocab_size=_whole(found, "vocab_size", 50272),
+        hidden_size=hidden,
+        intermediate_size=_whole(found, "ffn_dim", 3072),
+        num_hidden_layers=_whole(found, "num_hidden_layers", 12),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=_share(hidden, heads),
+        max_position_embeddings=_whole(found, "max_position_embeddings", 2048),
+        activation=_one_of(found, "activation_function", "relu", _ACTIVATIONS),
+        tie_word_embeddings=_switch(found, "tie_word_embeddings", True),
+        dtype=_dtype(found),
+        word_embed_proj_dim=_whole(found, "word_embed_proj_dim", hidden),
+        do_layer_norm_before=before,
+        final_layer_norm=before and not _switch(found, "_remove_final_layer_norm", False),
+        enable_bias=_switch(found, "enable_bias", True),
+        layer_norm_elementwise_affine=_switch(found, "layer_norm_elementwise_affine", True),
+    )
+
+
+def _rope(found: dict[str, Any], length: int) -> Rope:
+    """Both spellings at once: whatever is said twice must agree."""
+    said = [part for name in ("rope_scaling", "rope_parameters") if (part := found.get(name)) is not None]
+    if not all(isinstance(part, dict) for part in said):
+        raise ValueError(f"rope_scaling, rope_parameters: {said!r}; allowed: JSON objects")
+    # Very old files say "type".
+    parts = [{("rope_type" if key == "type" else key): value for key, value in part.items()} for part in said]
+    parts += [{key: found[key]} for key in ("rope_theta", "partial_rotary_factor") if found.get(key) is not None]
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if merged.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{key} is {merged[key]!r} and {value!r} in two places; allowed: the same twice, or once"
+                )
+    if merged.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={merged['partial_rotary_factor']!r}; allowed: 1")
+    kind = _one_of(merged, "rope_type", "default", _ROPES)
+    rope = Rope(theta=_positive(merged, "rope_theta", 10000.0), kind=kind)
+    if kind == "default":
+        return rope
+    rope = rope._replace(factor=_positive(merged, "factor", None))
+    if kind == "linear":
+        return rope
+    rope = rope._replace(
+        low_freq_factor=_positive(merged, "low_freq_factor", None),
+        high_freq_factor=_positive(merged, "high_freq_factor", None),
+        original_length=_whole(merged, "original_max_position_embeddings", length),
+    )
+    if not rope.low_freq_factor < rope.high_freq_factor:
+        raise ValueError(
+            f"low_freq_factor={rope.low_freq_factor}; allowed: less than high_freq_factor={rope.high_freq_factor}"
+        )
+    return rope
+
+
+def _dtype(found: dict[str, Any]) -> Any:
+    said = {str(found[name]).removeprefix("torch.") for name in ("dtype", "torch_dtype") if found.get(name) is not None}
+    if len(said) > 1 or not said <= set(_DTYPES):
+        raise ValueError(f"dtype, torch_dtype: {sorted(said)}; allowed: one of {', '.join(_DTYPES)}")
+    return said.pop() if said else "float32"
+
+
+def _whole(found: dict[str, Any], name: str, default: int | None) -> Any:
+    value = default if found.get(name) is None else found[name]
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name}={value!r}; allowed: a whole number of at least 1")
+    return value
+
+
+def _positive(found: dict[str, Any], name: str, default: float | None) -> float:
+    value = default if found.get(name) is None else found[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}; allowed: a positive number")
+    return float(value)
+
+
+def _switch(found: dict[str, Any], name: str, default: bool) -> bool:
+    value = default if found.get(name) is None else found[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; allowed: true or false")
+    return value
+
+
+def _one_of(found: dict[str, Any], name: str, default: str, allowed: tuple[str, ...]) -> Any:
+    value = default if found.get(name) is None else found[name]
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _share(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size={hidden}; allowed: a multiple of num_attention_heads={heads}, or a head_dim beside it"
+        )
+    return hidden // heads
