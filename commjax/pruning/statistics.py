@@ -1,0 +1,159 @@
+"""What pruning needs to know of a layer's activations: sums over calibration samples, taken in one pass.
+
+A layer computes y = x W with W [in, out].  A sample is a sequence of tokens, x_s [tokens, in].  Everything kept is a sum over
+samples, so that chunks, batches and devices merge by addition:
+
+    stats = add(stats, of(x, y))        x [..., tokens, in]: every leading index is one whole sample
+
+Invariance.  The numbers of one sample are computed from that sample alone, by the same program whatever stands beside it, and
+sums over samples are kept as unevaluated pairs hi + lo (twice the digits of the dtype).  However the samples are split into batches,
+chunks and devices, and in whatever order they come, the sums agree to about 1e-14 of the sum of magnitudes in float32 and, rounded to
+float32, almost always bit for bit.  The same split in the same order gives the same bits.  A sample is never split: the variance
+is within samples.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from commjax.tree import varying_like
+
+Vector = Float[Array, "d"]
+
+
+class Sum(NamedTuple):
+    """An unevaluated sum hi + lo with |lo| at most half an ulp of hi."""
+
+    hi: Float[Array, "*d"]
+    lo: Float[Array, "*d"]
+
+
+class Statistics(NamedTuple):
+    """Sums over samples s and tokens t; read them with the functions below."""
+
+    samples: Int[Array, "*n"]
+    tokens: Int[Array, "*n"]
+    x: Sum  # [in]   sum_st x_stj
+    squares: Sum  # [in]   sum_st x_stj^2
+    spread: Sum  # [in]   sum_st (x_stj - mean_t x_stj)^2, within samples
+    outputs: Sum | None  # [out]  sum_st y_stk^2
+    gram: Float[Array, "*n i i"] | None  # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
+
+
+def _plus(a: Sum, b: Sum) -> Sum:
+    """a + b with twice the digits (Knuth's two-sum)."""
+    total = a.hi + b.hi
+    back = total - a.hi
+    rest = (a.hi - (total - back)) + (b.hi - back) + (a.lo + b.lo)
+    hi = total + rest
+    return Sum(hi, rest - (hi - total))
+
+
+@jax.jit
+def add(a: Statistics, b: Statistics) -> Statistics:
+    """Statistics of the samples of both."""
+    sums = {name: _plus(getattr(a, name), getattr(b, name)) for name in ("x", "squares", "spread")}
+    outputs = None if a.outputs is None or b.outputs is None else _plus(a.outputs, b.outputs)
+    gram = None if a.gram is None or b.gram is None else a.gram + b.gram
+    return Statistics(a.samples + b.samples, a.tokens + b.tokens, outputs=outputs, gram=gram, **sums)
+
+
+def _zero(dtype, d: int) -> Sum:
+    return Sum(jnp.zeros(d, dtype), jnp.zeros(d, dtype))
+
+
+def of(
+    x: Float[Array, "*samples tokens i"], y: Float[Array, "*samples tokens o"] | None = None, *, gram: bool = False
+) -> Statistics:
+    """Statistics of a batch: inputs x of a linear layer and, where output norms are wanted, its outputs y = x W.
+
+    At least float32 whatever the dtype of x.  `gram=True` adds x^T x, at the price of a matrix product.
+
+    >>> stats = of(jnp.array([[3.0, 1.0, 0.0], [4.0, 0.0, 2.0]]))
+    >>> input_norm(stats).tolist(), mean(stats).tolist(), variance(stats).tolist()
+    ([5.0, 1.0, 2.0], [3.5, 0.5, 1.0], [0.25, 0.25, 1.0])
+    """
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; allowed: [..., tokens, in] with at least one token")
+    if y is not None and y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"y has shape {y.shape}; allowed: {x.shape[:-1]} and the outputs, as x has {x.shape}")
+    return _of(x, y, gram)
+
+
+@partial(jax.jit, static_argnames="gram")
+def _of(x, y, gram):
+    tokens, d = x.shape[-2:]
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x = x.reshape(-1, tokens, d)
+    y = None if y is None else y.reshape(-1, tokens, y.shape[-1])
+
+    def one(total, sample):
+        x, y = (None if a is None else a.astype(dtype) for a in sample)
+        sums = jnp.sum(x, axis=0)
+        deviation = x - (sums / tokens)[None]
+        new = Statistics(
+            samples=jnp.ones((), jnp.int32),
+            tokens=jnp.full((), tokens, jnp.int32),
+            x=Sum(sums, jnp.zeros_like(sums)),
+            squares=Sum(jnp.sum(x * x, axis=0), jnp.zeros_like(sums)),
+            spread=Sum(jnp.sum(deviation * deviation, axis=0), jnp.zeros_like(sums)),
+            outputs=None if y is None else Sum(jnp.sum(y * y, axis=0), jnp.zeros_like(y[0])),
+            gram=jnp.matmul(x.T, x, precision="highest") if gram else None,
+        )
+        return add(total, new), None
+
+    start = Statistics(
+        samples=jnp.zeros((), jnp.int32),
+        tokens=jnp.zeros((), jnp.int32),
+        x=_zero(dtype, d),
+        squares=_zero(dtype, d),
+        spread=_zero(dtype, d),
+        outputs=None if y is None else _zero(dtype, y.shape[-1]),
+        gram=jnp.zeros((d, d), dtype) if gram else None,
+    )
+    return jax.lax.scan(one, varying_like(start, x), (x, y))[0]
+
+
+def over_devices(stats: Statistics, axis_name: str) -> Statistics:
+    """The sum over a mapped axis, on every device, with the digits of `add` (a psum of hi would lose them)."""
+    gram = None if stats.gram is None else jax.lax.psum(stats.gram, axis_name)
+    rows = jax.lax.all_gather(stats._replace(gram=None), axis_name)
+    n = rows.samples.shape[0]
+    total = jax.tree.map(lambda leaf: leaf[0], rows)
+    for i in range(1, n):
+        total = add(total, jax.tree.map(lambda leaf, i=i: leaf[i], rows))
+    return total._replace(gram=gram)
+
+
+def _per(total: Sum, count: Int[Array, ""]) -> Vector:
+    return (total.hi + total.lo) / count.astype(total.hi.dtype)
+
+
+def input_norm(stats: Statistics) -> Vector:
+    """|X_:j|_2 / sqrt(samples): the square root of what the released code calls scaler_row."""
+    return jnp.sqrt(_per(stats.squares, stats.samples))
+
+
+def output_norm(stats: Statistics) -> Vector:
+    """|Y_:k|_2 / sqrt(samples), the same for the outputs."""
+    if stats.outputs is None:
+        raise ValueError("stats has no outputs; allowed: statistics made by of(x, y)")
+    return jnp.sqrt(_per(stats.outputs, stats.samples))
+
+
+def input_sum(stats: Statistics) -> Vector:
+    """sum_t x_tj, mean over samples: tokens per sample times the mean.  DSnoT's error is in these units."""
+    return _per(stats.x, stats.samples)
+
+
+def mean(stats: Statistics) -> Vector:
+    """E x_j over all tokens."""
+    return _per(stats.x, stats.tokens)
+
+
+def variance(stats: Statistics) -> Vector:
+    """Mean over tokens of the biased variance within samples: not the pooled variance, as released."""
+    return _per(stats.spread, stats.tokens)
