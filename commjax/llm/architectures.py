@@ -3,8 +3,8 @@
 import functools
 
 from commjax.llm import llama, opt
+from commjax.llm.base import Model
 from commjax.llm.config import Config
-from commjax.llm.model import Model
 
 
 @functools.cache  # one tuple a config, so that jit finds what it compiled for the same functions

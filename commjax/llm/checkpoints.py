@@ -15,7 +15,7 @@ import numpy as np
 
 from commjax.llm import architectures, names
 from commjax.llm import config as configs
-from commjax.llm.model import Layers, Model, Params, Shapes
+from commjax.llm.base import Layers, Model, Params, Shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
@@ -96,11 +96,11 @@ def load(folder: str | os.PathLike, *, finite: bool = False) -> tuple[Model, Par
     """The whole model, checked by `open_folder` first.
 
     >>> import tempfile, jax
-    >>> from commjax.llm import export, model
+    >>> from commjax.llm import base, export
     >>> tiny = architectures.model(configs.from_json({"model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 6,
     ...                                               "num_attention_heads": 2, "num_hidden_layers": 1}))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     export.save(folder + "/tiny", tiny, model.init(jax.random.key(0), tiny))
+    ...     export.save(folder + "/tiny", tiny, base.init(jax.random.key(0), tiny))
     ...     load(folder + "/tiny")[1].blocks[0]["mlp.up_proj"]["kernel"].shape
     (4, 6)
     """

@@ -14,8 +14,8 @@ import numpy as np
 from commjax.checkpoint import write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
+from commjax.llm.base import Model, Params
 from commjax.llm.checkpoints import INDEX, WEIGHTS
-from commjax.llm.model import Model, Params
 
 
 def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes: int = 5 * 10**9) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from commjax.llm.model import Layers, Model, Shapes
+from commjax.llm.base import Layers, Model, Shapes
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 

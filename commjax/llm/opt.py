@@ -3,8 +3,8 @@
 from jaxtyping import Array, Float, Int
 
 from commjax.llm import layers
+from commjax.llm.base import Hidden, Layers, Model, Shapes
 from commjax.llm.config import Config
-from commjax.llm.model import Hidden, Layers, Model, Shapes
 
 LINEAR = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")
 NORMS = ("self_attn_layer_norm", "final_layer_norm")

@@ -1,0 +1,53 @@
+"""A model as a Flax module: the same kernels, `init` and `apply`."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from commjax.llm import architectures
+from commjax.llm.base import Params, forward, init_layers
+from commjax.llm.config import Config
+
+
+class CausalLM(nn.Module):
+    """Llama or OPT: tokens [b, t] -> logits [b, t, vocab]; variables as `variables` makes them of a checkpoint.
+
+    >>> import jax
+    >>> from commjax.llm import config
+    >>> sizes = {"vocab_size": 7, "hidden_size": 8, "ffn_dim": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> module, tokens = CausalLM(config.from_json({"model_type": "opt", **sizes})), jnp.ones((2, 3), jnp.int32)
+    >>> found = module.init(jax.random.key(0), tokens)
+    >>> module.apply(found, tokens).shape, found["params"]["block_0"]["fc1"]["kernel"].shape
+    ((2, 3, 7), (8, 12))
+    """
+
+    config: Config
+    dtype: DTypeLike = jnp.float32  # of the weights that `init` draws
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t vocab"]:
+        model = architectures.model(self.config)
+        outer = self.param("outer", init_layers, model.outer_shapes, self.dtype)
+        numbers = range(self.config.num_hidden_layers)
+        blocks = [self.param(f"block_{i}", init_layers, model.block_shapes, self.dtype) for i in numbers]
+        return forward(model, Params(outer, blocks), tokens)
+
+
+def variables(params: Params) -> dict[str, PyTree]:
+    """What `CausalLM.apply` takes.
+
+    >>> variables(Params({}, ({}, {})))
+    {'params': {'outer': {}, 'block_0': {}, 'block_1': {}}}
+    """
+    return {"params": {"outer": params.outer} | {f"block_{i}": block for i, block in enumerate(params.blocks)}}
+
+
+def params(variables: dict[str, PyTree]) -> Params:
+    """The inverse of `variables`, for `export.save` after training.
+
+    >>> params({"params": {"outer": {}, "block_0": {}}})
+    Params(outer={}, blocks=({},))
+    """
+    found = variables["params"]
+    return Params(found["outer"], tuple(found[f"block_{i}"] for i in range(len(found) - 1)))

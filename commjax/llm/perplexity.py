@@ -1,0 +1,111 @@
+"""Perplexity as the pruning papers measure it, block by block."""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from commjax.llm.base import Hidden, Layers, Model
+
+# Positions whose logits are held at once.
+_POSITIONS = 512
+
+
+class Losses(NamedTuple):
+    """Of each window: the sum of -log p(token | those before it) in nats, and how many tokens were predicted."""
+
+    nats: Float[np.ndarray, "n"]
+    targets: Int[np.ndarray, "n"]
+
+
+def losses(
+    model: Model,
+    outer: Layers,
+    blocks: Iterable[Layers],
+    windows: Int[np.ndarray, "n t"],
+    lengths: Int[np.ndarray, "n"] | None = None,
+    *,
+    batch_size: int = 8,
+) -> Losses:
+    """Every token of a window but its first is predicted from those before it in the window.
+
+    `blocks` is read once, a block at a time, for all windows: it may come from the disk
+    (``(read_block(checkpoint, i) for i in ...)``), and the activations of all windows are what is held.  `lengths` says how
+    many tokens of each window are real.  Embedding, block and head are compiled once each.
+    """
+    count, time = windows.shape
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
+    if count < 1 or time < 2:
+        raise ValueError(f"windows has shape {windows.shape}; allowed: at least one window of at least 2 tokens")
+    if windows.min() < 0 or windows.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"windows has tokens {windows.min()}..{windows.max()}; allowed: 0..{model.config.vocab_size - 1}"
+        )
+    lengths = np.full(count, time) if lengths is None else lengths
+    if lengths.shape != (count,) or lengths.min() < 2 or lengths.max() > time:
+        raise ValueError(f"lengths={lengths}; allowed: {count} whole numbers in 2..{time}")
+
+    # The last batch is filled up with the first window, so that all have one shape.
+    rows = np.resize(np.arange(count), -(-count // batch_size) * batch_size)
+    rows[count:] = 0
+    batches = [jnp.asarray(windows[part], jnp.int32) for part in rows.reshape(-1, batch_size)]
+    hidden = [_embed(model.embed, outer, tokens) for tokens in batches]
+    read = 0
+    for block in blocks:
+        for i, h in enumerate(hidden):
+            hidden[i] = _advance(model.block, block, h)
+        read += 1
+    if read != model.config.num_hidden_layers:
+        raise ValueError(f"blocks gave {read} blocks; allowed: num_hidden_layers={model.config.num_hidden_layers}")
+    each = [np.asarray(_entropies(model.head, outer, h, tokens), np.float64) for h, tokens in zip(hidden, batches)]
+    real = np.arange(1, time) < lengths[:, None]
+    nats = np.sum(np.concatenate(each)[:count], axis=1, where=real)
+    return Losses(nats, lengths - 1)
+
+
+def nats_per_token(found: Losses) -> float:
+    """sum of nats / predicted tokens; for windows of one length, the mean of their means.
+
+    >>> nats_per_token(Losses(np.array([2.0, 4.0]), np.array([1, 2])))
+    2.0
+    """
+    return float(found.nats.sum() / found.targets.sum())
+
+
+def perplexity(found: Losses) -> float:
+    """exp(nats per token): of the windows of `tokens.evaluation_windows`, the figure of the Wanda, RIA and DSnoT tables.
+
+    >>> perplexity(Losses(np.array([0.0]), np.array([3])))
+    1.0
+    """
+    return math.exp(nats_per_token(found))
+
+
+@partial(jax.jit, static_argnames="embed")
+def _embed(embed, outer: Layers, tokens: Int[Array, "b t"]) -> Hidden:
+    return embed(outer, tokens)
+
+
+@partial(jax.jit, static_argnames="block", donate_argnames="h")
+def _advance(block, params: Layers, h: Hidden) -> Hidden:
+    return block(params, h)[0]
+
+
+@partial(jax.jit, static_argnames="head")
+def _entropies(head, outer: Layers, h: Hidden, tokens: Int[Array, "b t"]) -> Float[Array, "b s"]:
+    """-log p of tokens 1, 2, ... of each window, a few positions at a time: all logits at once would be gigabytes."""
+
+    def one(pair):
+        h, target = pair
+        logits = head(outer, h[None, None])[0, 0].astype(jnp.float32)
+        return jax.nn.logsumexp(logits) - logits[target]
+
+    batch, time, width = h.shape
+    pairs = h[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
+    return jax.lax.map(one, pairs, batch_size=_POSITIONS).reshape(batch, time - 1)

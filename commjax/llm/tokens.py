@@ -1,0 +1,193 @@
+"""Texts as tokens: tokenizers from a folder, and the windows that calibration and perplexity read."""
+
+import heapq
+import os
+import random
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from commjax.llm.llama2c import TOKENIZER
+
+BOS, _FIRST_BYTE = 1, 3  # of llama2.c: 0 unknown, 1 begin, 2 end, then the 256 bytes
+
+Windows = Int32[np.ndarray, "n length"]
+
+
+class Tokenizer(NamedTuple):
+    """encode: text -> ids, with the first token that the model expects; decode: ids -> text."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load(folder: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a model folder: `tokenizer.bin` of llama2.c, or whatever transformers finds there (offline)."""
+    folder = Path(folder)
+    if (folder / TOKENIZER).is_file():
+        return llama2c(folder / TOKENIZER)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError("reading a tokenizer needs transformers: pip install 'commjax[llm]'") from error
+    found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
+
+
+def llama2c(path: str | os.PathLike) -> Tokenizer:
+    """A llama2.c tokenizer: BOS, a leading space, then the neighbours whose union has the best score are joined, the
+    leftmost first among equals, until none is a token; characters that are no tokens come as bytes.
+
+    The file: int32 longest length; for each token float32 score, int32 length, bytes.
+    """
+    pieces, scores = _pieces(Path(path))
+    ids: dict[bytes, int] = {}
+    for i, piece in enumerate(pieces):
+        ids.setdefault(piece, i)
+
+    def encode(text: str) -> list[int]:
+        start = [id for character in (" " + text if text else "") for id in _character(ids, character)]
+        return [BOS, *_merge(start, pieces, scores, ids)]
+
+    def decode(given: Sequence[int]) -> str:
+        data = b"".join(_bytes(pieces, i) for i in given if i not in (BOS, BOS + 1))
+        return data.decode("utf-8", "replace").removeprefix(" ")
+
+    return Tokenizer(encode, decode)
+
+
+def _pieces(path: Path) -> tuple[list[bytes], list[float]]:
+    data, at = path.read_bytes(), 4
+    pieces, scores = [], []
+    try:
+        longest = struct.unpack_from("<i", data)[0]
+        while at < len(data):
+            score, length = struct.unpack_from("<fi", data, at)
+            at += 8 + length
+            if not 0 <= length <= longest or at > len(data):
+                raise struct.error(f"token {len(pieces)} has length {length}")
+            pieces.append(data[at - length : at])
+            scores.append(score)
+    except struct.error as error:
+        raise ValueError(f"{path} is not a llama2.c tokenizer: {error}") from error
+    if len(pieces) < _FIRST_BYTE + 256:
+        raise ValueError(
+            f"{path} has {len(pieces)} tokens; allowed: at least {_FIRST_BYTE + 256}, of which 256 are bytes"
+        )
+    return pieces, scores
+
+
+def _character(ids: dict[bytes, int], character: str) -> list[int]:
+    data = character.encode("utf-8", "surrogatepass")
+    return [ids[data]] if data in ids else [byte + _FIRST_BYTE for byte in data]
+
+
+def _bytes(pieces: list[bytes], i: int) -> bytes:
+    byte = i - _FIRST_BYTE
+    return bytes([byte]) if 0 <= byte < 256 else pieces[i]
+
+
+def _merge(start: list[int], pieces: list[bytes], scores: list[float], ids: dict[bytes, int]) -> list[int]:
+    """A linked list of tokens and a heap of possible unions, (-score, place): n log n instead of llama2.c's n^2."""
+    tokens: list[int | None] = list(start)
+    before, after = list(range(-1, len(start) - 1)), list(range(1, len(start) + 1))
+    heap: list[tuple[float, int, int, int, int]] = []
+
+    def offer(left: int, right: int) -> None:
+        if left < 0 or right >= len(tokens):
+            return
+        a, b = tokens[left], tokens[right]
+        assert a is not None and b is not None
+        union = ids.get(pieces[a] + pieces[b])
+        if union is not None:
+            heapq.heappush(heap, (-scores[union], left, a, b, union))
+
+    for left in range(len(start) - 1):
+        offer(left, left + 1)
+    while heap:
+        _, left, a, b, union = heapq.heappop(heap)
+        right = after[left]
+        # Stale if either token has been joined to another one since.
+        if tokens[left] != a or right >= len(tokens) or tokens[right] != b:
+            continue
+        tokens[left], tokens[right], after[left] = union, None, after[right]
+        if after[left] < len(tokens):
+            before[after[left]] = left
+        offer(before[left], left)
+        offer(left, after[left])
+    return [token for token in tokens if token is not None]
+
+
+def evaluation_windows(ids: Sequence[int], length: int) -> Windows:
+    """floor(n / length) windows side by side; the rest is dropped, and no window gets a BOS of its own.
+
+    >>> evaluation_windows([5, 6, 7, 8, 9], 2).tolist()
+    [[5, 6], [7, 8]]
+    """
+    _check_length(length)
+    count = len(ids) // length
+    if count == 0:
+        raise ValueError(f"ids has {len(ids)} tokens; allowed: at least one window of length={length}")
+    return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+
+
+def random_windows(ids: Sequence[int], length: int, count: int, seed: int) -> Windows:
+    """`count` windows of one text, each from a uniform start in 0..n-length-1 (Wanda's loader of WikiText-2).
+
+    >>> random_windows(range(10), 3, 2, seed=0).tolist()
+    [[6, 7, 8], [3, 4, 5]]
+    """
+    _check_length(length, count)
+    if len(ids) <= length:
+        raise ValueError(f"ids has {len(ids)} tokens; allowed: more than one window of length={length}")
+    draw = random.Random(seed)
+    starts = (draw.randint(0, len(ids) - length - 1) for _ in range(count))
+    return np.array([ids[start : start + length] for start in starts], np.int32)
+
+
+def document_windows(
+    documents: Sequence[str], encode: Callable[[str], list[int]], length: int, count: int, seed: int
+) -> Windows:
+    """`count` windows, each from a document drawn until one has more than `length` tokens (Wanda's loader of C4).
+
+    >>> document_windows(["short", "a long text"], lambda text: list(text.encode()), 9, 1, seed=0).shape
+    (1, 9)
+    """
+    _check_length(length, count)
+    draw, short = random.Random(seed), set()
+
+    def window() -> list[int]:
+        while len(short) < len(documents):
+            i = draw.randint(0, len(documents) - 1)
+            ids = [] if i in short else encode(documents[i])
+            if len(ids) > length:
+                start = draw.randint(0, len(ids) - length - 1)
+                return ids[start : start + length]
+            short.add(i)
+        raise ValueError(
+            f"none of {len(documents)} documents has more than length={length} tokens; allowed: at least one"
+        )
+
+    return np.array([window() for _ in range(count)], np.int32)
+
+
+def padded(rows: Sequence[Sequence[int]], length: int) -> tuple[Windows, Int32[np.ndarray, "n"]]:
+    """Texts of any length as rows of `length`, cut or filled with 0, and how many tokens of each row are real.
+
+    >>> [part.tolist() for part in padded([[7], [7, 8, 9]], 2)]
+    [[[7, 0], [7, 8]], [1, 2]]
+    """
+    _check_length(length)
+    windows = np.zeros((len(rows), length), np.int32)
+    for window, row in zip(windows, rows):
+        window[: len(row)] = row[:length]
+    return windows, np.array([min(len(row), length) for row in rows], np.int32)
+
+
+def _check_length(length: int, count: int = 1) -> None:
+    if length < 1 or count < 1:
+        raise ValueError(f"length={length}, count={count}; allowed: at least 1 each")
