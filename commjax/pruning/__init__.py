@@ -1,5 +1,5 @@
 """Post-training pruning of linear layers: statistics of activations, scores, masks, regrowing."""
 
-from commjax.pruning import masks, scores, statistics
+from commjax.pruning import masks, regrow, scores, statistics
 
-__all__ = ["masks", "scores", "statistics"]
+__all__ = ["masks", "regrow", "scores", "statistics"]

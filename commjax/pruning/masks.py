@@ -43,9 +43,7 @@ def count(size: int, sparsity: float) -> int:
     return math.floor(size * sparsity + 1e-9)
 
 
-def unstructured(
-    scores: Scores, sparsity: float, group: Group = "output", *, reference_ties: bool = False
-) -> Mask:
+def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, reference_ties: bool = False) -> Mask:
     """Prunes floor(size * sparsity) weights in every group, those of least score.
 
     `reference_ties=True`: as the released layer-wise code does, prunes every score up to and including the one that comes
@@ -210,7 +208,7 @@ def outlier_ratio(scores: Scores | Sequence[Scores], multiple: float = 5.0) -> f
     matrices = [scores] if isinstance(scores, jax.Array) else list(scores)
     sizes = np.array([S.size for S in matrices])
     mean = sum(float(jnp.mean(S)) * S.size for S in matrices) / sizes.sum()
-    return float(sum(int(jnp.sum(S > multiple * mean)) for S in matrices) / sizes.sum())
+    return float(sum(int(jnp.sum(multiple * mean < S)) for S in matrices) / sizes.sum())
 
 
 def outlier_weighted(

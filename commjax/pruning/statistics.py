@@ -40,7 +40,9 @@ class Statistics(NamedTuple):
     squares: Sum  # [in]   sum_st x_stj^2
     spread: Sum  # [in]   sum_st (x_stj - mean_t x_stj)^2, within samples
     outputs: Sum | None  # [out]  sum_st y_stk^2
-    gram: Float[Array, "*n i i"] | None  # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
+    gram: (
+        Float[Array, "*n i i"] | None
+    )  # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
 
 
 def _plus(a: Sum, b: Sum) -> Sum:
