@@ -18,6 +18,7 @@ from commjax.llm import config as configs
 from commjax.llm.base import Layers, Model, Params, Shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.bin"  # of llama2.c; any other is read by transformers
 _DTYPES = ("F32", "F16", "BF16")
 # Buffers that old files carry and that follow from the config.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")

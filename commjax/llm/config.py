@@ -92,7 +92,7 @@ def from_json(found: dict[str, Any]) -> Config:
     True
     """
     kind = found.get("model_type")
-    if kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise ValueError(f"model_type={kind!r}; allowed: {', '.join(map(repr, _CLASSES))}")
     classes = found.get("architectures") or [_CLASSES[kind]]
     if classes != [_CLASSES[kind]]:
@@ -212,16 +212,13 @@ def _rope(found: dict[str, Any], length: int) -> Rope:
     said = [part for name in ("rope_scaling", "rope_parameters") if (part := found.get(name)) is not None]
     if not all(isinstance(part, dict) for part in said):
         raise ValueError(f"rope_scaling, rope_parameters: {said!r}; allowed: JSON objects")
-    # Very old files say "type".
-    parts = [{("rope_type" if key == "type" else key): value for key, value in part.items()} for part in said]
-    parts += [{key: found[key]} for key in ("rope_theta", "partial_rotary_factor") if found.get(key) is not None]
+    pairs = [pair for part in said for pair in part.items()]
+    pairs += [(key, found.get(key)) for key in ("rope_theta", "partial_rotary_factor")]
     merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if merged.setdefault(key, value) != value:
-                raise ValueError(
-                    f"{key} is {merged[key]!r} and {value!r} in two places; allowed: the same twice, or once"
-                )
+    for key, value in pairs:
+        key = "rope_type" if key == "type" else key  # as very old files say
+        if value is not None and merged.setdefault(key, value) != value:
+            raise ValueError(f"{key} is {merged[key]!r} and {value!r} in two places; allowed: the same twice, or once")
     if merged.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(f"partial_rotary_factor={merged['partial_rotary_factor']!r}; allowed: 1")
     kind = _one_of(merged, "rope_type", "default", _ROPES)
@@ -259,7 +256,7 @@ def _whole(found: dict[str, Any], name: str, default: int | None) -> Any:
 
 def _positive(found: dict[str, Any], name: str, default: float | None) -> float:
     value = default if found.get(name) is None else found[name]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r}; allowed: a positive number")
     return float(value)
 

@@ -15,41 +15,44 @@ from commjax.checkpoint import write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
 from commjax.llm.base import Model, Params
-from commjax.llm.checkpoints import INDEX, WEIGHTS
+from commjax.llm.checkpoints import INDEX, TOKENIZER, WEIGHTS
+
+SHARD = 5 * 10**9  # bytes
+_BESIDE = (".json", ".txt", ".model", ".jinja")
 
 
-def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes: int = 5 * 10**9) -> None:
+def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes: int = SHARD) -> None:
     """A new folder that transformers loads as it is; shards of at most `shard_bytes` (or one tensor), atomically.
 
     The config's dtype becomes that of the embedding.
     """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes}; allowed: at least 1")
+    with writing(folder) as temporary:
+        write_model(temporary, model, params, shard_bytes=shard_bytes)
+
+
+def write_model(folder: Path, model: Model, params: Params, *, shard_bytes: int = SHARD) -> None:
+    """The files of `save`, into a folder that is there."""
     count = model.config.num_hidden_layers
     if len(params.blocks) != count:
         raise ValueError(f"params has {len(params.blocks)} blocks; allowed: num_hidden_layers={count}")
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes={shard_bytes}; allowed: at least 1")
-    tensors = dict(names.outer_tensors(model, params.outer))
+    tensors = names.outer_tensors(model, params.outer)
     for i, block in enumerate(params.blocks):
         tensors |= names.block_tensors(model, i, block)
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, tensor in tensors.items():
-        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
+        if shards[-1] and _size(shards[-1]) + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
-    config = model.config._replace(dtype=str(params.outer["embed_tokens"]["embedding"].dtype))
-    with writing(folder) as temporary:
-        write_json(temporary / "config.json", configs.to_json(config))
-        if len(shards) == 1:
-            write_tensors(temporary / WEIGHTS, shards[0])
-            return
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        for file, shard in zip(files, shards):
-            write_tensors(temporary / file, shard)
-        write_index(
-            temporary,
-            {name: file for file, shard in zip(files, shards) for name in shard},
-            sum(tensor.nbytes for tensor in tensors.values()),
-        )
+    dtype: Any = str(params.outer["embed_tokens"]["embedding"].dtype)
+    write_json(folder / "config.json", configs.to_json(model.config._replace(dtype=dtype)))
+    if len(shards) == 1:
+        return write_tensors(folder / WEIGHTS, shards[0])
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards):
+        write_tensors(folder / file, shard)
+    write_index(folder, {name: file for file, shard in zip(files, shards) for name in shard}, _size(tensors))
 
 
 @contextmanager
@@ -80,13 +83,28 @@ def publish(temporary: Path, folder: str | os.PathLike) -> None:
     os.rename(temporary, folder)
 
 
+def copy_beside(source: Path, folder: Path) -> None:
+    """Config, tokenizer and whatever else is no weights, from one model folder into another."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name != INDEX and (file.suffix in _BESIDE or file.name == TOKENIZER):
+            shutil.copyfile(file, folder / file.name)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """One safetensors file, atomically."""
-    from safetensors.numpy import save as to_bytes
+    from safetensors.numpy import save_file
 
     # safetensors writes the memory of an array as it lies, whatever its strides.
     dense = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    write_atomically(path, to_bytes(dense, {"format": "pt"}))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        save_file(dense, temporary, {"format": "pt"})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
@@ -97,3 +115,7 @@ def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None
 def write_json(path: Path, content: Any) -> None:
     """Indented, with a line feed at the end, atomically."""
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _size(tensors: Mapping[str, np.ndarray]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

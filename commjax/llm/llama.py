@@ -54,7 +54,7 @@ def model(config: Config) -> Model:
     def head(outer: Layers, h: Hidden) -> Float[Array, "b t vocab"]:
         h = layers.rms_norm(outer["norm"], h, eps)
         if config.tie_word_embeddings:
-            return h @ outer["embed_tokens"]["embedding"].T
+            return h @ outer["embed_tokens"]["embedding"].T.astype(h.dtype)
         return layers.linear(outer["lm_head"], h)
 
     return Model(

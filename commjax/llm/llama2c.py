@@ -9,10 +9,10 @@ import numpy as np
 
 from commjax.llm import architectures, export
 from commjax.llm.base import Layers, Model, Params
+from commjax.llm.checkpoints import TOKENIZER
 from commjax.llm.config import Config, check
 from commjax.llm.layers import Layer
 
-TOKENIZER = "tokenizer.bin"
 _HEADER = 7  # int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative: a head of its own), seq_len
 
 
@@ -48,10 +48,7 @@ def to_hugging_face(
     """Write the model of `path` as a new model folder, with a copy of its llama2.c tokenizer (for `tokens.load`)."""
     model, params = read(path)
     with export.writing(folder) as temporary:
-        export.save(temporary / "model", model, params)
-        for file in (temporary / "model").iterdir():
-            file.rename(temporary / file.name)
-        (temporary / "model").rmdir()
+        export.write_model(temporary, model, params)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
 

@@ -58,7 +58,7 @@ def model(config: Config) -> Model:
         h = layers.layer_norm(outer.get("final_layer_norm", {}), h) if config.final_layer_norm else h
         h = layers.linear(outer["project_out"], h) if projected else h
         if config.tie_word_embeddings:
-            return h @ outer["embed_tokens"]["embedding"].T
+            return h @ outer["embed_tokens"]["embedding"].T.astype(h.dtype)
         return layers.linear(outer["lm_head"], h)
 
     shapes = outer_shapes(config)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from commjax.llm.llama2c import TOKENIZER
+from commjax.llm.checkpoints import TOKENIZER
 
 BOS, _FIRST_BYTE = 1, 3  # of llama2.c: 0 unknown, 1 begin, 2 end, then the 256 bytes
 
