@@ -1,0 +1,194 @@
+"""A model pruned block by block, in memory: what `commjax.pruning.stream` does from disk to disk, bit for bit.
+
+for every block:
+    stats = of what enters each linear layer        the block dense, the blocks before it pruned
+    S = score(W, stats);  mask = the largest;  W~ = W on the mask, after swaps if the recipe has them
+    h <- block(W~, h)                               what the next block sees
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from commjax.llm.base import Hidden, Layers, Model, Params
+from commjax.pruning import masks, recipe, reconstruct, scores, statistics
+from commjax.pruning.recipe import Recipe
+from commjax.pruning.scores import Score
+from commjax.pruning.statistics import Statistics
+
+# Tokens, spread over the calibration windows, from which the reconstruction error is computed.
+_ERROR_TOKENS = 1024
+
+Windows = Int[np.ndarray, "n t"]
+Activations = Float[Array, "t i"]
+
+
+class Layer(NamedTuple):
+    """What became of one linear layer."""
+
+    block: int
+    name: str
+    sparsity: float  # the share of its weights that are zero
+    error: float  # |X W - X W~|_F / |X W|_F, X what enters it, up to 1024 tokens
+
+
+class Calibration(NamedTuple):
+    """Of one linear layer: statistics over all windows, and a few of its inputs."""
+
+    stats: Statistics
+    inputs: Activations
+
+
+def prune(
+    model: Model, params: Params, windows: Windows, recipe: Recipe, *, batch_size: int = 8
+) -> tuple[Params, tuple[Layer, ...]]:
+    """The pruned model and what became of its layers; embeddings, norms, biases and head stay.
+
+    >>> from commjax.llm import base, config, llama
+    >>> tiny = llama.model(config.Config("llama", 5, 8, 12, 1, 2, 1, 4, 16))
+    >>> dense = base.init(jax.random.key(0), tiny)
+    >>> pruned, layers = prune(tiny, dense, np.array([[1, 2, 3]]), Recipe(sparsity=0.5))
+    >>> layers[0].name, layers[0].sparsity, float(jnp.mean(pruned.blocks[0]["mlp.up_proj"]["kernel"] == 0))
+    ('self_attn.q_proj', 0.5, 0.5)
+    """
+    check_windows(model, windows, batch_size)
+    sparsities = sparsity_of_blocks(model, params.outer, params.blocks, windows, recipe, batch_size)
+    hidden = embed(model, params.outer, windows, batch_size)
+    found = list(pruned_blocks(model, params.blocks, hidden, recipe, sparsities))
+    return Params(params.outer, tuple(block for block, _ in found)), tuple(one for _, some in found for one in some)
+
+
+def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
+    """ValueError unless these are tokens of the model, in windows that it can read."""
+    config = model.config
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
+    if not windows.size or windows.shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"windows has shape {windows.shape}; allowed: at least one window of 1 to "
+            f"max_position_embeddings={config.max_position_embeddings} tokens"
+        )
+    if windows.min() < 0 or windows.max() >= config.vocab_size:
+        raise ValueError(f"windows has tokens {windows.min()}..{windows.max()}; allowed: 0..{config.vocab_size - 1}")
+
+
+def embed(model: Model, outer: Layers, windows: Windows, batch_size: int) -> list[Hidden]:
+    """What enters the first block, in batches."""
+    parts = range(0, len(windows), batch_size)
+    return [_embed(model.embed, outer, jnp.asarray(windows[i : i + batch_size], jnp.int32)) for i in parts]
+
+
+def advance(model: Model, block: Layers, hidden: list[Hidden]) -> None:
+    """hidden <- what leaves the block, in place: there is one copy of the activations."""
+    for i, h in enumerate(hidden):
+        hidden[i] = _advance(model.block, block, h)
+
+
+def pruned_blocks(
+    model: Model,
+    blocks: Iterable[Layers],
+    hidden: list[Hidden],
+    how: Recipe,
+    sparsities: np.ndarray,
+    first: int = 0,
+    told: Callable[[int, Layer], None] = lambda done, layer: None,
+) -> Iterator[tuple[Layers, tuple[Layer, ...]]]:
+    """Block after block, pruned; `hidden` is what enters block number `first`, and is changed.
+
+    `blocks` is read once, a block at a time.  `told(layers done, the last one)` hears of progress.
+    """
+    score, outputs = recipe.check(how, model)
+    for number, block in enumerate(blocks, first):
+        calibrated = calibrate(model, block, hidden, outputs)
+        layers = []
+        for i, name in enumerate(model.linear):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), number), i)
+            W = block[name]["kernel"]
+            pruned = _prune(how, score, name, W, calibrated[name].stats, float(sparsities[number]), key)
+            error = reconstruct.of_activations(calibrated[name].inputs, W, pruned).relative
+            layers.append(Layer(number, name, float(_zeros(pruned)) / W.size, float(error)))
+            block = block | {name: block[name] | {"kernel": pruned}}
+            told(number * len(model.linear) + i + 1, layers[-1])
+        del calibrated, W, pruned
+        advance(model, block, hidden)
+        yield block, tuple(layers)
+
+
+def _prune(how: Recipe, score: Score, name: str, W, stats: Statistics, sparsity: float, key):
+    S = score(W, stats, key)
+    mask = recipe.keep(how, S, sparsity)
+    if how.regrow is not None and name.startswith(how.regrow_layers):
+        return recipe.swap(how, W, mask, stats, S)
+    return jnp.where(mask, W, 0)
+
+
+def calibrate(model: Model, block: Layers, hidden: list[Hidden], outputs: bool = False) -> dict[str, Calibration]:
+    """What enters each linear layer of a dense block, over all batches; with `outputs`, the norms of what leaves them too."""
+    tokens = sum(h.shape[0] * h.shape[1] for h in hidden)
+    every = -(-tokens // _ERROR_TOKENS)
+    total = {name: _nothing(block[name]["kernel"], hidden[0].dtype, outputs) for name in model.linear}
+    parts = []
+    for h in hidden:
+        # One program for all blocks and batches; a last batch that is not full is compiled apart.
+        total, few = _calibrate(model.block, outputs, every, block, h, total)
+        parts.append(few)
+    return {name: Calibration(total[name], jnp.concatenate([few[name] for few in parts])) for name in model.linear}
+
+
+def _nothing(W: Array, dtype, outputs: bool) -> Statistics:
+    """Statistics of no samples."""
+    x, y = (jnp.zeros((1, size), dtype) for size in W.shape)
+    zero = jnp.zeros((), jnp.int32)
+    return statistics.of(x, y if outputs else None)._replace(samples=zero, tokens=zero)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _calibrate(function, outputs: bool, every: int, block: Layers, h: Hidden, total: dict[str, Statistics]):
+    entering = function(block, h)[1]
+    seen: dict[int, Statistics] = {}  # several layers read one input
+    for name, x in entering.items():
+        if outputs or id(x) not in seen:
+            y = x @ block[name]["kernel"].astype(x.dtype) if outputs else None
+            seen[id(x)] = statistics.of(x, y)
+        total = total | {name: statistics.add(total[name], seen[id(x)])}
+    return total, {name: x.reshape(-1, x.shape[-1])[::every] for name, x in entering.items()}
+
+
+def sparsity_of_blocks(
+    model: Model, outer: Layers, blocks: Iterable[Layers], windows: Windows, how: Recipe, batch_size: int
+) -> np.ndarray:
+    """The sparsity of every block: uniform, or OWL's, for which the dense model reads all windows first."""
+    count = model.config.num_hidden_layers
+    if how.pattern is not None:
+        return masks.uniform(count, 1 - how.pattern[0] / how.pattern[1])
+    assert how.sparsity is not None
+    if how.spread is None:
+        return masks.uniform(count, how.sparsity)
+    hidden, ratios = embed(model, outer, windows, batch_size), []
+    for block in blocks:
+        stats = {name: one.stats for name, one in calibrate(model, block, hidden).items()}
+        ratios.append(
+            masks.outlier_ratio([scores.wanda()(block[name]["kernel"], stats[name]) for name in model.linear])
+        )
+        advance(model, block, hidden)
+    return masks.outlier_weighted(ratios, how.sparsity, how.spread)
+
+
+@jax.jit
+def _zeros(W):
+    return jnp.sum(W == 0)
+
+
+@partial(jax.jit, static_argnames="function")
+def _embed(function, outer: Layers, tokens: Int[Array, "b t"]) -> Hidden:
+    return function(outer, tokens)
+
+
+@partial(jax.jit, static_argnames="function", donate_argnames="h")
+def _advance(function, block: Layers, h: Hidden) -> Hidden:
+    return function(block, h)[0]
