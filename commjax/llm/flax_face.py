@@ -1,5 +1,7 @@
 """A model as a Flax module: the same kernels, `init` and `apply`."""
 
+from collections.abc import Mapping
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -43,7 +45,7 @@ def variables(params: Params) -> dict[str, PyTree]:
     return {"params": {"outer": params.outer} | {f"block_{i}": block for i, block in enumerate(params.blocks)}}
 
 
-def params(variables: dict[str, PyTree]) -> Params:
+def params(variables: Mapping[str, PyTree]) -> Params:
     """The inverse of `variables`, for `export.save` after training.
 
     >>> params({"params": {"outer": {}, "block_0": {}}})

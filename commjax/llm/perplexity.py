@@ -28,7 +28,7 @@ def losses(
     outer: Layers,
     blocks: Iterable[Layers],
     windows: Int[np.ndarray, "n t"],
-    lengths: Int[np.ndarray, "n"] | None = None,
+    lengths: Int[np.ndarray, "m"] | None = None,
     *,
     batch_size: int = 8,
 ) -> Losses:

@@ -94,32 +94,27 @@ def _bytes(pieces: list[bytes], i: int) -> bytes:
 def _merge(start: list[int], pieces: list[bytes], scores: list[float], ids: dict[bytes, int]) -> list[int]:
     """A linked list of tokens and a heap of possible unions, (-score, place): n log n instead of llama2.c's n^2."""
     tokens: list[int | None] = list(start)
-    before, after = list(range(-1, len(start) - 1)), list(range(1, len(start) + 1))
+    count, before, after = len(start), list(range(-1, len(start) - 1)), list(range(1, len(start) + 1))
     heap: list[tuple[float, int, int, int, int]] = []
-
-    def offer(left: int, right: int) -> None:
-        if left < 0 or right >= len(tokens):
-            return
-        a, b = tokens[left], tokens[right]
-        assert a is not None and b is not None
-        union = ids.get(pieces[a] + pieces[b])
-        if union is not None:
-            heapq.heappush(heap, (-scores[union], left, a, b, union))
-
-    for left in range(len(start) - 1):
-        offer(left, left + 1)
-    while heap:
+    neighbours = [(left, left + 1) for left in range(count - 1)]
+    while True:
+        for left, right in neighbours:
+            if left >= 0 and right < count:
+                a, b = tokens[left], tokens[right]
+                assert a is not None and b is not None
+                union = ids.get(pieces[a] + pieces[b])
+                if union is not None:
+                    heapq.heappush(heap, (-scores[union], left, a, b, union))
+        if not heap:
+            return [token for token in tokens if token is not None]
         _, left, a, b, union = heapq.heappop(heap)
-        right = after[left]
+        right, neighbours = after[left], []
         # Stale if either token has been joined to another one since.
-        if tokens[left] != a or right >= len(tokens) or tokens[right] != b:
-            continue
-        tokens[left], tokens[right], after[left] = union, None, after[right]
-        if after[left] < len(tokens):
-            before[after[left]] = left
-        offer(before[left], left)
-        offer(left, after[left])
-    return [token for token in tokens if token is not None]
+        if tokens[left] == a and right < count and tokens[right] == b:
+            tokens[left], tokens[right], after[left] = union, None, after[right]
+            if after[left] < count:
+                before[after[left]] = left
+            neighbours = [(before[left], left), (left, after[left])]
 
 
 def evaluation_windows(ids: Sequence[int], length: int) -> Windows:
