@@ -203,11 +203,11 @@ def uniform(layers: int, sparsity: float) -> np.ndarray:
     return np.full(layers, sparsity)
 
 
-def outlier_ratio(scores: Scores | Sequence[Scores], multiple: float = 5.0) -> float:
+def outlier_ratio(scores: Scores | Sequence[Array], multiple: float = 5.0) -> float:
     """The share of scores above `multiple` times their mean, over the matrices of one layer (a block) together."""
     matrices = [scores] if isinstance(scores, jax.Array) else list(scores)
     sizes = np.array([S.size for S in matrices])
-    mean = sum(float(jnp.mean(S)) * S.size for S in matrices) / sizes.sum()
+    mean = float(sum(float(jnp.mean(S)) * S.size for S in matrices) / sizes.sum())  # a Python number keeps S's dtype
     return float(sum(int(jnp.sum(multiple * mean < S)) for S in matrices) / sizes.sum())
 
 
