@@ -42,7 +42,7 @@ def local_rounds(gamma: float, mu: float, L: float, error2: float, distance2: fl
     return max(1, math.ceil(math.sqrt(kappa) * math.log(max(math.e, (kappa + 1) * distance2 / error2))))
 
 
-def _solver(gamma: Any) -> Solver:
+def _solver(hparams: Any) -> Solver:
     return quasi_newton.conjugate_gradients()
 
 

@@ -65,18 +65,20 @@ def run(
     return jax.lax.scan(one_round, state, None, length=num_rounds)
 
 
-@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn"))
-def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn):
-    # All runs are in the same round.  Saying so keeps what a key and a round determine (coins, cohorts, candidates) the same
-    # for all hparams, and it is computed once.
-    shared = states.server.round[0, 0]
+@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"))
+def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once=None):
+    # All runs are in the same round and have the same clients.  Saying so keeps what a key and a round determine (coins, cohorts
+    # and their data, candidates) the same for all hparams, and it is computed once.
+    round, ids = states.server.round[0, 0], states.clients.id[0, 0]
 
     def one(key, hparams, state):
-        state = state._replace(server=state.server._replace(round=shared))
+        state = State(state.server._replace(round=round), state.clients._replace(id=ids))
         return run(key, algorithm, hparams, state, data, num_rounds, batch_fn)
 
     seeds = jax.vmap(one, in_axes=(0, None, 0))
-    return jax.vmap(seeds, in_axes=(None, 0, 0))(keys, hparams, states)
+    if at_once is None:
+        return jax.vmap(seeds, in_axes=(None, 0, 0))(keys, hparams, states)
+    return jax.lax.map(lambda inputs: seeds(keys, *inputs), (hparams, states), batch_size=at_once)
 
 
 def sweep(
@@ -87,12 +89,14 @@ def sweep(
     data: PyTree,
     num_rounds: int,
     batch_fn: BatchFn = full_batch,
+    at_once: int | None = None,
 ) -> tuple[State, Any]:
     """Every hparams (leading axis h of its leaves) with every key (leading axis s): results have axes [h, s, ...].
 
-    One program: the data is read once for all of them.
+    One program: the data is read once for all of them.  `at_once` settings are computed side by side, the others in the same
+    program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort them).
     """
-    return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn)
+    return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn, at_once)
 
 
 def _spread(state: State, hparams: Any, keys: Key) -> State:
@@ -157,6 +161,7 @@ def loop(
     bits_init: float | int = 0.0,
     label: str = "rounds",
     progress: bool = True,
+    at_once: int | None = None,
 ) -> tuple[State, Record]:
     """The same run in chunks; between them it evaluates `evaluate(state)`, shows progress and writes the checkpoint.
 
@@ -165,17 +170,19 @@ def loop(
     `DivergedError` and leaves the last good one in place.
 
     With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
-    sees all states at once, and a setting that diverges does not stop the others.
+    sees all states at once, and a setting that diverges does not stop the others; `at_once` as there.
     """
     if chunk < 1 or num_rounds < 0:
         raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
     swept = key.ndim == 1
-    advance_by = _sweep_from if swept else run
+    if at_once is not None and not (swept and at_once >= 1):
+        raise ValueError(f"at_once={at_once}; allowed: at least 1, with an array of keys")
+    advance_by = partial(_sweep_from, at_once=at_once) if swept else run
     state = _spread(state, hparams, key) if swept else state
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None:
         strong = jax.tree.map(np.asarray, hparams)
-        traced = advance_by.trace(key, algorithm, strong, state, data, 1, batch_fn)
+        traced = (_sweep_from if swept else run).trace(key, algorithm, strong, state, data, 1, batch_fn)
         identity = checkpoints.fingerprint(key, hparams, start=state, data=data, program=_program(traced.jaxpr))
         if Path(checkpoint).exists():
             state, history = checkpoints.load(checkpoint, state, identity)

@@ -2,19 +2,22 @@
 
     python -m experiments.cohort_squeeze cost            total cost TK against K for several gamma, SPPM-SS and LocalGD, all targets
     python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1
+    python -m experiments.cohort_squeeze solvers         the prox by six solvers: iterations, evaluations, bits
+    python -m experiments.cohort_squeeze epsilon         least cost of both methods against the accuracy
+    python -m experiments.cohort_squeeze recommended     what `commjax.recommend` predicts, what its choice costs, the best of the grid
     python -m experiments.cohort_squeeze samplings       measured neighbourhoods of four samplings beside their bounds
     python -m experiments.cohort_squeeze stepsizes       speed against neighbourhood for gamma from 1e-3 to 1e5
     python -m experiments.cohort_squeeze clusters        t-SNE picture of the clients' clusters
+    python -m experiments.cohort_squeeze networks        cost to target accuracies, 100 clients (`cohort_squeeze_networks`)
+    python -m experiments.cohort_squeeze network-solvers the prox of a network by federated solvers
 
 LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --clusters 5 --per-cluster 4` needs neither.
 Clients: k-means on the rows' features, each cluster cut into equal parts; a cohort is one client of each cluster.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+import sys
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,148 +25,24 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import cohorts, runner
+from commjax import cohorts, recommend
 from commjax.algorithms import sppm_as
 from commjax.data import partition
-from commjax.data.libsvm import Dataset
-from commjax.problems import logistic
-from commjax.problems.constants import Smoothness
-from commjax.prox import quasi_newton, solvers
-from commjax.records import Record
 from commjax.theory import sppm as theory
-from experiments import plots, tables
+from experiments import cohort_squeeze_networks, plots, tables
+from experiments.cohort_squeeze_grid import (
+    Grid,
+    Settings,
+    bits_to,
+    costs,
+    grid,
+    most_rows,
+    problem,
+    rounds_to,
+    sppm,
+    sweep,
+)
 from experiments.ef_bv import load
-
-SOLVERS: dict[str, Callable[[Smoothness, Any], solvers.Solver]] = {
-    "bfgs": lambda smooth, gamma: quasi_newton.bfgs(),
-    "cg": lambda smooth, gamma: quasi_newton.conjugate_gradients(),
-    "lbfgs": lambda smooth, gamma: quasi_newton.lbfgs(),
-    "agd": lambda smooth, gamma: solvers.accelerated_gradient_descent(smooth.L_max + 1 / gamma, smooth.mu + 1 / gamma),
-    "gd": lambda smooth, gamma: solvers.gradient_descent(smooth.L_max + 1 / gamma),
-    "aicn": lambda smooth, gamma: solvers.aicn(),
-}
-
-
-@dataclass(frozen=True)
-class Settings:
-    datasets: tuple[str, ...] = ("a6a",)  # LibSVM names (a6a, mushrooms, a9a, ijcnn1), or breast_cancer (embedded)
-    clusters: int = 10  # k-means clusters; the size of a stratified cohort
-    per_cluster: int = 10  # clients of each cluster
-    mu: float = 0.1  # weight of the regulariser
-    solver: Literal["bfgs", "cg", "lbfgs", "agd", "gd", "aicn"] = "bfgs"  # of the prox
-    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
-    most_local: int = 15  # K from 1 to this
-    rounds: int = 40  # global rounds, at most
-    localgd: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 1.0)  # LocalGD's stepsizes, beside theory's 1/L_max
-    seeds: int = 5  # cohorts
-    # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
-    absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
-    relative: tuple[float, ...] = (0.005, 0.001)
-    seed: int = 0  # of the clusters and the cohorts
-    out: Path = Path("results/cohort_squeeze")  # records, figures
-    progress: bool = True  # show a bar
-
-
-class Problem(NamedTuple):
-    """A clustered data set; float64, x^0 = 1."""
-
-    name: str
-    dataset: Dataset
-    rows: Any
-    clusters: list[np.ndarray]  # of clients
-    data: partition.ClientData
-    smoothness: Smoothness
-    optimum: np.ndarray
-    loss: Callable
-
-
-def problem(name: str, settings: Settings) -> Problem:
-    """Thesis: L4866."""
-    dataset = load(name)
-    groups = partition.feature_wise(dataset.features, settings.clusters, seed=settings.seed)
-    if (least := min(map(len, groups))) < settings.per_cluster:
-        raise ValueError(
-            f"per_cluster={settings.per_cluster}; allowed: at most {least}, the rows of the smallest cluster"
-        )
-    rows = [part for group in groups for part in np.array_split(group, settings.per_cluster)]
-    clusters = list(np.arange(len(rows)).reshape(settings.clusters, settings.per_cluster))
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
-    smoothness = logistic.constants(dataset, rows, settings.mu)
-    optimum = logistic.optimum(dataset, rows, settings.mu).params
-    return Problem(name, dataset, rows, clusters, data, smoothness, optimum, partial(logistic.loss, mu=settings.mu))
-
-
-def sweep(
-    problem: Problem, algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
-) -> Record:
-    """All hparams with all seeds in one program; |x - x*|^2 at the start of every round is the metric `distance`."""
-    optimum = jnp.asarray(problem.optimum)
-    algorithm = runner.observe(algorithm, distance=lambda state, batch: jnp.sum((state.server.params - optimum) ** 2))
-    d = len(problem.optimum)
-    state = algorithm.init(jnp.ones(d), jnp.arange(len(problem.rows)))
-    keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
-    _, record = runner.loop(
-        keys, algorithm, runner.stack(hparams), state, problem.data, settings.rounds if rounds is None else rounds,
-        chunk=5, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
-        config={"dataset": problem.name, "d": d, "n": len(problem.rows), "solver": settings.solver},
-    )  # fmt: skip
-    record.save(settings.out / label)
-    return record
-
-
-def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings):
-    return sppm_as.sppm_as(problem.loss, sampling, partial(SOLVERS[settings.solver], problem.smoothness))
-
-
-class Grid(NamedTuple):
-    """Both methods over their grids."""
-
-    start: float  # |x^0 - x*|^2
-    sppm: Record  # [gamma x K, seed, round]
-    localgd: Record  # [stepsize x steps, seed, round]
-    pairs: list[tuple[float, int]]
-    local_pairs: list[tuple[float, int]]
-
-
-def grid(problem: Problem, settings: Settings) -> Grid:
-    sampling = cohorts.stratified(problem.clusters)
-    pairs = [(gamma, K) for gamma in settings.gammas for K in range(1, settings.most_local + 1)]
-    ours = sweep(
-        problem, sppm(problem, sampling, settings), [sppm_as.HParams(gamma, K, 1e-9) for gamma, K in pairs], settings,
-        f"{problem.name}_{settings.solver}",
-    )  # fmt: skip
-    stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
-    local_pairs = [(stepsize, steps) for stepsize in stepsizes for steps in range(1, settings.most_local + 1)]
-    theirs = sweep(
-        problem, sppm_as.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
-        [sppm_as.LocalHParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=2 * settings.rounds,
-    )  # fmt: skip
-    return Grid(float(np.sum((1 - problem.optimum) ** 2)), ours, theirs, pairs, local_pairs)
-
-
-def rounds_to(record: Record, target: float) -> np.ndarray:
-    """[setting, seed]: the first round whose start is within the target, or nan."""
-    distance = record.metrics["distance"]
-    return np.array([[tables.first(run, target) for run in setting] for setting in distance])
-
-
-def costs(found: Grid, target: float, c1: float, c2: float, count: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean cost over seeds (nan unless all reach the target) of every setting of both methods.
-
-    count: "iterations" (the thesis: K local rounds for every global one) or "evaluations" (what was aggregated, P12).
-    """
-    T = rounds_to(found.sppm, target)
-    spent = np.zeros_like(T)
-    for (h, s), rounds in np.ndenumerate(T):
-        if np.isfinite(rounds):
-            if count == "iterations":
-                spent[h, s] = theory.cost(c1, c2, found.pairs[h][1], int(rounds)) if rounds else 0.0
-            else:
-                spent[h, s] = c1 * found.sppm.metrics["local_rounds"][h, s, : int(rounds)].sum() + c2 * rounds
-        else:
-            spent[h, s] = np.nan
-    local = rounds_to(found.localgd, target) * (c1 + c2)
-    return spent.mean(axis=1), local.mean(axis=1)
 
 
 def targets(found: Grid, settings: Settings) -> dict[str, float]:
@@ -215,7 +94,7 @@ def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, 
     ours, local = costs(found, target, c1, c2, "iterations")
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings.gammas)))
     K = np.arange(1, settings.most_local + 1)
-    for shade, gamma, values in zip(shades, settings.gammas, ours.reshape(len(settings.gammas), -1)):
+    for shade, gamma, values in zip(shades, settings.gammas, ours.reshape(len(K), -1).T):
         if np.isfinite(values).any():
             axes.plot(K, values, "o-", markersize=2.5, color=shade, label=rf"$\gamma$ = {gamma:g}")
     if np.isfinite(local).any():
@@ -253,6 +132,135 @@ def hierarchical(settings: Settings) -> list[dict]:
         for c1 in (0.1, 0.05):
             rows += cost_rows(name, found, settings, c1, 1.0)
     tables.save(settings.out / f"hierarchical_{settings.solver}", rows, show(rows))
+    return rows
+
+
+def by_solver(settings: Settings) -> list[dict]:
+    """Fig. L4950: the prox by other solvers, each at its best gamma for every K; the price in bits beside the two counts."""
+    rows: list[dict] = []
+    names = ("bfgs", "cg", "lbfgs", "agd", "gd", "aicn")
+    figure, axes = plt.subplots(1, 2, figsize=(6.2, 2.6), layout="constrained", sharey=True)
+    name, target = settings.datasets[0], settings.absolute[0]
+    one = problem(name, settings)
+    for solver in names:
+        found = grid(one, replace(settings, solver=solver))
+        bits = bits_to(found, target)
+        for axis, count in zip(axes, ("iterations", "evaluations")):
+            ours, local = costs(found, target, 1.0, 0.0, count)
+            table = ours.reshape(settings.most_local, -1)
+            best = np.where(
+                np.isfinite(table).any(axis=1), np.nanmin(np.where(np.isfinite(table), table, np.inf), axis=1), np.nan
+            )
+            axis.plot(np.arange(1, settings.most_local + 1), best, "o-", markersize=2.5, linewidth=1, label=solver)
+            axis.set_xlabel("local rounds $K$")
+            axis.set_title(f"{name}, counted as {count}")
+        row: dict[str, Any] = {"dataset": name, "solver": solver, "target": target}
+        for count in ("iterations", "evaluations"):
+            ours, local = costs(found, target, 1.0, 0.0, count)
+            if np.isfinite(ours).any():
+                at = int(np.nanargmin(ours))
+                row |= {count: float(ours[at]), f"{count}_gamma": found.pairs[at][0], f"{count}_K": found.pairs[at][1]}
+        if np.isfinite(bits).any():
+            row["kilobits"] = float(np.nanmin(bits)) / 1e3
+        rows.append(row)
+    local = rounds_to(found.localgd, target).mean(axis=1)
+    if np.isfinite(local).any():
+        for axis in axes:
+            axis.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
+        d = len(one.optimum)
+        # as in SPPM-AS: float64 vectors of the cohort's share of clients, one up a round
+        share = settings.clusters / len(one.rows)
+        rows.append({"dataset": name, "solver": "LocalGD, tuned", "target": target, "iterations": float(np.nanmin(local)),
+                     "evaluations": float(np.nanmin(local)), "kilobits": float(np.nanmin(local)) * 64 * d * share / 1e3})  # fmt: skip
+    axes[0].set_ylabel(f"total cost to $|x-x^\\star|^2 <$ {target:g}")
+    axes[0].set_yscale("log")
+    axes[0].legend(ncols=2)
+    plots.save(figure, settings.out / "solvers.png")
+    lines = [f"{'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"]
+    for r in rows:
+        cells = [
+            f"{r[count]:.1f} ({r.get(f'{count}_gamma', float('nan')):g}, {r.get(f'{count}_K', 0):d})" if count in r else "-"
+            for count in ("iterations", "evaluations")
+        ]  # fmt: skip
+        lines.append(f"{r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}")
+    tables.save(settings.out / "solvers", rows, "\n".join(lines))
+    return rows
+
+
+def epsilon(settings: Settings) -> list[dict]:
+    """Fig. L4970: the best cost of both methods against the accuracy, relative to |x^0 - x*|^2; c1 = 1, c2 = 0 and with hubs."""
+    rows: list[dict] = []
+    fractions = np.geomspace(0.1, 1e-5, 17)
+    figure, axes = plt.subplots(1, 2, figsize=(6.2, 2.5), layout="constrained")
+    name = settings.datasets[0]
+    found = grid(problem(name, settings), settings)
+    for axis, (c1, c2) in zip(axes, ((1.0, 0.0), (0.1, 1.0))):
+        for fraction in fractions:
+            row: dict[str, Any] = {"dataset": name, "fraction": float(fraction), "c1": c1, "c2": c2}
+            for count in ("iterations", "evaluations"):
+                ours, local = costs(found, fraction * found.start, c1, c2, count)
+                row[count] = float(np.nanmin(ours)) if np.isfinite(ours).any() else None
+                row["localgd"] = float(np.nanmin(local)) if np.isfinite(local).any() else None
+            rows.append(row)
+        for key, label in (
+            ("iterations", "SPPM-SS, iterations"),
+            ("evaluations", "SPPM-SS, evaluations"),
+            ("localgd", "LocalGD, tuned"),
+        ):
+            values = [r[key] if r[key] is not None else np.nan for r in rows if r["c1"] == c1]
+            axis.loglog(fractions, values, "o-", markersize=2.5, linewidth=1, label=label)
+        axis.invert_xaxis()
+        axis.set_xlabel(r"target $|x-x^\star|^2 / |x^0-x^\star|^2$")
+        axis.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = {c2:g}")
+    axes[0].set_ylabel("least cost $(c_1 K + c_2) T$")
+    axes[0].legend()
+    plots.save(figure, settings.out / "epsilon.png")
+    lines = [f"{'c1':>5} {'c2':>3} {'fraction':>9} {'iterations':>11} {'evaluations':>12} {'LocalGD':>9}"]
+    for r in rows:
+        cells = ["-" if r[key] is None else f"{r[key]:.1f}" for key in ("iterations", "evaluations", "localgd")]
+        lines.append(f"{r['c1']:5g} {r['c2']:3g} {r['fraction']:9.1e} {cells[0]:>11} {cells[1]:>12} {cells[2]:>9}")
+    tables.save(settings.out / "epsilon", rows, "\n".join(lines))
+    return rows
+
+
+def recommended(settings: Settings) -> list[dict]:
+    """The practical table of L2192 as a function: what `recommend` predicts, what its choice costs, and the best of the grid.
+
+    The prediction is a bound for the worst case; the grid is tuned in hindsight.
+    """
+    rows: list[dict] = []
+    for name in settings.datasets:
+        one = problem(name, settings)
+        n = len(one.rows)
+        start = float(np.sum((1 - one.optimum) ** 2))
+        gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
+        facts = recommend.Facts(np.full(n, settings.mu), one.smoothness.L_i, gradients, start, one.clusters)
+        found = grid(one, replace(settings, solver="cg"))
+        for fraction in (0.1, 0.01, 0.001):
+            for c1, c2 in ((1.0, 0.0), (0.1, 1.0)):
+                advice = recommend.recommend(facts, fraction * start, c1, c2)
+                algorithm = sppm_as.sppm_as(
+                    one.loss, advice.sampling, advice.solver, pool=partition.pool(most_rows(one, advice.sampling))
+                )
+                label = f"{name}_recommended_{fraction:g}_{c1:g}"
+                record = sweep(
+                    one, algorithm, [sppm_as.HParams(advice.gamma, advice.K, 0.0)], settings, label, advice.T + 1
+                )
+                needed = rounds_to(record, fraction * start)[0]
+                best, local = costs(found, fraction * start, c1, c2, "iterations")
+                rows.append({
+                    "dataset": name, "fraction": fraction, "c1": c1, "c2": c2, "sampling": advice.sampling.name, "gamma": advice.gamma,
+                    "K": advice.K, "T": advice.T, "predicted": advice.cost, "measured": float(np.mean((c1 * advice.K + c2) * needed)),
+                    "best": float(np.nanmin(best)) if np.isfinite(best).any() else None,
+                    "localgd": float(np.nanmin(local)) if np.isfinite(local).any() else None,
+                })  # fmt: skip
+    lines = [f"{'data set':13} {'target':>8} {'c1':>4} {'c2':>3} {'sampling':15} {'gamma':>7} {'K':>3} {'T':>4} {'predicted':>10} {'measured':>9} {'best':>7} {'LocalGD':>8}"]  # fmt: skip
+    for r in rows:
+        cells = ["-" if r[key] is None else f"{r[key]:.1f}" for key in ("measured", "best", "localgd")]
+        lines.append(
+            f"{r['dataset']:13} {r['fraction']:8g} {r['c1']:4g} {r['c2']:3g} {r['sampling']:15} {r['gamma']:7.3g} {r['K']:3d} {r['T']:4d} {r['predicted']:10.1f} {cells[0]:>9} {cells[1]:>7} {cells[2]:>8}"
+        )
+    tables.save(settings.out / "recommended", rows, "\n".join(lines))
     return rows
 
 
@@ -365,11 +373,16 @@ def clusters(settings: Settings) -> None:
 COMMANDS = {
     "cost": cost,
     "hierarchical": hierarchical,
+    "solvers": by_solver,
+    "epsilon": epsilon,
+    "recommended": recommended,
     "samplings": samplings,
     "stepsizes": stepsizes,
     "clusters": clusters,
+    "networks": cohort_squeeze_networks.networks,
+    "network-solvers": cohort_squeeze_networks.network_solvers,
 }
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", not any(word.startswith("network") for word in sys.argv[1:2]))
     tyro.extras.subcommand_cli_from_dict(COMMANDS, config=(tyro.conf.OmitArgPrefixes,))

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from commjax import compressors, prox
-from commjax.algorithms import ditto, ef_bv, fedavg, fedprox, flix, scafflix, scaffold
+from commjax import cohorts, compressors, prox
+from commjax.algorithms import ditto, ef_bv, fedavg, fedprox, flix, scafflix, scaffold, sppm_as
 from commjax.base import Algorithm, Compressor, State
 from commjax.problems import quadratic
+from commjax.prox import solvers
 
 N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
 
@@ -144,6 +145,7 @@ def on_local_steps(name: str, algorithm: Algorithm, hparams: Any, dtype: Any, fl
 
 L_I, MU_I = np.linalg.eigvalsh(PROBLEM.H)[:, [-1, 0]].T
 ALPHA = np.linspace(0.3, 1.0, N)
+CLUSTERS = [np.array([0, 3, 5]), np.array([1, 2]), np.array([4, 6, 7])]
 LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     "scafflix": (
         scafflix.scafflix(VALUE_AND_GRAD),
@@ -170,6 +172,29 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     "fedavg cohort": (fedavg.fedavg(VALUE_AND_GRAD, steps=3, cohort=6), fedavg.HParams(0.2), 1, {}),
     "fedprox": (fedprox.fedprox(VALUE_AND_GRAD, steps=3), fedprox.HParams(0.2, 0.3), 1, {}),
     "scaffold": (scaffold.scaffold(VALUE_AND_GRAD, steps=3), scaffold.HParams(0.2), 3, {}),
+    "sppm-as": (
+        sppm_as.sppm_as(quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(2.5)),
+        sppm_as.HParams(2.0, 3),
+        1,
+        {},
+    ),
+    "sppm-as hubs": (
+        sppm_as.sppm_as(
+            quadratic.loss,
+            cohorts.nice(N, 5),
+            lambda hparams: solvers.gradient_descent(2.5),
+            sppm_as.Hubs.make([0, 1, 1, 0, 2, 2, 0, 1]),
+        ),
+        sppm_as.HParams(2.0, 2),
+        1,
+        {},
+    ),
+    "mb-local-gd": (
+        sppm_as.mb_local_gd(VALUE_AND_GRAD, cohorts.block(CLUSTERS)),
+        sppm_as.LocalHParams(0.2, 3),
+        1,
+        {},
+    ),
     "ditto": (ditto.ditto(VALUE_AND_GRAD, steps=3), ditto.HParams(0.2, 0.1, 0.3), 2, {}),
 }
 

@@ -18,11 +18,15 @@ from commjax.theory import sppm as theory
 
 
 class HParams(NamedTuple):
-    """gamma: parameter of the prox; rounds (K): iterations of the inner solver at most; tolerance: on |grad| of its objective."""
+    """gamma: parameter of the prox; rounds (K): iterations of the inner solver at most; tolerance: on |grad| of its objective;
+
+    rate: of a solver that has one.
+    """
 
     gamma: Any
     rounds: Any
     tolerance: Any = 0.0
+    rate: Any = 0.0
 
 
 class Server(NamedTuple):
@@ -102,7 +106,14 @@ def _sum(rows: PyTree, cohort: _Cohort, weights: Array, axis_name: str | None, h
 
 
 def prox_oracle(
-    loss: Callable, unravel: Callable, cohort: _Cohort, center: Array, gamma: Any, axis_name=None, hubs: int = 1
+    loss: Callable,
+    unravel: Callable,
+    cohort: _Cohort,
+    center: Array,
+    gamma: Any,
+    axis_name: str | None = None,
+    hubs: int = 1,
+    pool: Callable | None = None,
 ) -> Oracle:
     """F(x) = sum_i w_i f_i(x) + |x - center|^2 / (2 gamma), its derivatives, and the same client by client."""
     gamma = jnp.asarray(gamma, center.dtype)
@@ -120,7 +131,21 @@ def prox_oracle(
 
         return at
 
-    fit, fit_hessian = summed(jax.value_and_grad(one)), summed(jax.hessian(one))
+    total = jnp.sum(weights)
+    pooled = None if pool is None or axis_name is not None else pool(cohort.data, weights / total)
+
+    def together(x):
+        if pooled is not None:
+            return total * one(x, pooled)
+        return weights @ jax.vmap(one, in_axes=(None, 0))(x, cohort.data)
+
+    def fit_together(x):
+        """The same where nobody asks for one client's part: the gradient of the sum is one matrix product."""
+        found = jax.value_and_grad(together)(clients.broadcast(x, axis_name))
+        return found if axis_name is None else jax.lax.psum(found, axis_name)
+
+    fit = fit_together if cohort.hub is None else summed(jax.value_and_grad(one))
+    fit_hessian = summed(jax.hessian(one))
 
     def value_and_grad(x):
         value, grad = fit(x)
@@ -129,8 +154,6 @@ def prox_oracle(
 
     def hessian(x):
         return fit_hessian(x) + jnp.eye(x.shape[0], dtype=x.dtype) / gamma
-
-    total = jnp.sum(weights)
 
     def own(x, data):
         away = x - center
@@ -159,16 +182,18 @@ def sppm_as(
     solver: Callable[[Any], Solver],
     hubs: Hubs | None = None,
     vectors: float = 1.0,
+    pool: Callable[[Any, Array], Any] | None = None,
 ) -> Algorithm:
     r"""SPPM-AS with any sampling and any inner solver.
 
         S ~ sampling,   f_S = sum_{i in S} f_i / (n p_i)
         x <- prox_{gamma f_S}(x) = argmin_z f_S(z) + |z - x|^2 / (2 gamma),   by K iterations of the solver
 
-    `solver(gamma)` makes the inner solver, e.g. `lambda gamma: solvers.bfgs()` or
-    `lambda gamma: solvers.gradient_descent(L + 1 / gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
+    `solver(hparams)` makes the inner solver, e.g. `lambda h: quasi_newton.bfgs()`, `lambda h: federated.adam(h.rate)` or
+    `lambda h: solvers.gradient_descent(L + 1 / h.gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
     aggregation has two levels and the hubs' bits are counted apart.  `vectors` that a client sends in one aggregation beside
-    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of the solvers there.
+    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of the solvers there.  `pool` changes
+    the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `partition.pool`.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
@@ -183,11 +208,10 @@ def sppm_as(
         cohort = _gather(draw, ids, batch, axis_name, hubs)
         center, unravel = ravel_pytree(server.params)
         count = 1 if hubs is None else hubs.count
-        oracle = prox_oracle(loss, unravel, cohort, center, hparams.gamma, axis_name, count)
-        start = oracle.value_and_grad(center)[
-            0
-        ]  # at the centre the prox term is 0; the solver's first evaluation, shared
-        result = solver(hparams.gamma)(oracle, center, hparams.rounds, hparams.tolerance)
+        oracle = prox_oracle(loss, unravel, cohort, center, hparams.gamma, axis_name, count, pool)
+        # At the centre the prox term is 0; it is the solver's first evaluation, computed once.
+        start = oracle.value_and_grad(center)[0]
+        result = solver(hparams)(oracle, center, hparams.rounds, hparams.tolerance)
         price = _price(draw, n, server.params)
         sent = vectors * price + _price(draw, n, start)  # vectors, and the value that comes with them
         evaluations = result.evaluations.astype(price.dtype)
@@ -239,7 +263,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         def prox(gamma, center, data):
             alone = _Cohort(jax.tree.map(lambda leaf: leaf[None], data), jnp.ones(1, anchor.dtype))
             oracle = prox_oracle(loss, unravel, alone, center, gamma)
-            return inner(gamma)(oracle, center, 10_000, hparams.tolerance).params
+            return inner(hparams._replace(gamma=gamma))(oracle, center, 10_000, hparams.tolerance).params
 
         def one(number, x):
             gamma, center = center_of(hparams, anchor, x)
@@ -269,7 +293,7 @@ class AveragedHParams(NamedTuple):
 
 
 def fedprox_sppm_as(
-    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()
+    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
 ) -> Algorithm:
     """FedProx-SPPM-AS: K times x <- mean_{i in S} prox_{gamma f_i}(x).  Each client's prox costs no communication.
 
@@ -279,7 +303,7 @@ def fedprox_sppm_as(
 
 
 def fedavg_sppm_as(
-    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda gamma: solvers.aicn()
+    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
 ) -> Algorithm:
     """FedAvg-SPPM-AS: K times x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k), ftilde_i = f_i + |. - x_t|^2 / (2 gamma).
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float, Integer, PyTree, Shaped
+from jaxtyping import Array, Float, Integer, PyTree, Shaped
 
 from commjax.data.libsvm import Dataset
 
@@ -26,6 +27,33 @@ class ClientData(NamedTuple):
     features: Float[Any, "n m d"]
     labels: Float[Any, "n m"]
     weights: Float[Any, "n m"]
+
+
+def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], ClientData]:
+    """What makes one client of a cohort's: at most `size` rows, client i's weighted by shares_i, padding left out.
+
+    For a loss that is a weighted sum over rows plus a regulariser, and shares that add up to 1,
+
+        loss(x, pool(size)(data, shares)) = sum_i shares_i loss(x, data_i).
+
+    A cohort with more than `size` rows gets NaN for weights: nothing is dropped in silence.
+
+    >>> two = ClientData(jnp.ones((2, 3, 1)), jnp.ones((2, 3)), jnp.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]))
+    >>> pool(3)(two, jnp.array([0.25, 0.75])).weights.tolist()
+    [0.125, 0.125, 0.75]
+    """
+    if size < 1:
+        raise ValueError(f"size={size}; allowed: at least 1 row")
+
+    def pooled(data: ClientData, shares: Float[Array, "m"]) -> ClientData:
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), data)
+        weights = (shares[:, None] * data.weights).reshape(-1)
+        present = weights > 0
+        at = jnp.nonzero(present, size=size, fill_value=len(weights))[0]
+        weights = jnp.where(jnp.sum(present) <= size, weights.at[at].get(mode="fill", fill_value=0), jnp.nan)
+        return ClientData(rows.features[at], rows.labels[at], weights)
+
+    return pooled
 
 
 class Examples(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from commjax.prox.solvers import Oracle, Point, Result, Solver, Vector, evaluate, finite, limits, pick, result_of
 
@@ -137,22 +137,46 @@ def conjugate_gradients() -> Solver:
     return lambda oracle, x, budget, tolerance: descend(oracle, x, budget, tolerance, (), propose, 1e-4, 0.4)
 
 
-def bfgs() -> Solver:
-    """BFGS with a strong Wolfe line search; the inverse Hessian starts as the identity."""
+class _Updates(NamedTuple):
+    """H = I + sum_k scale_k s_k s_k^T - rho_k (z_k s_k^T + s_k z_k^T), where z_k = H_k y_k was found when the pair came"""
 
-    def propose(here, before, direction, inverse, number):
+    s: Float[Array, "k d"]
+    z: Float[Array, "k d"]
+    rho: Float[Array, "k"]
+    scale: Float[Array, "k"]
+
+    def times(self, v: Vector) -> Vector:
+        along, across = self.s @ v, self.z @ v
+        return v + (self.scale * along - self.rho * across) @ self.s - (self.rho * along) @ self.z
+
+
+def bfgs(history: int = 100) -> Solver:
+    """BFGS with a strong Wolfe line search; the inverse Hessian H starts as the identity.
+
+        H <- (I - rho s y^T) H (I - rho y s^T) + rho s s^T,   rho = 1 / <s, y>
+           = H - rho (z s^T + s z^T) + (rho + rho^2 <y, z>) s s^T,   z = H y
+
+    H is kept as its updates (2 `history` vectors), which for a few iterations in many dimensions is much less than a matrix; after
+    `history` iterations it starts again from the identity.
+    """
+    if history < 1:
+        raise ValueError(f"history={history}; allowed: at least 1")
+
+    def propose(here, before, direction, updates, number):
         s, y = here.x - before.x, here.grad - before.grad
         curvature = jnp.vdot(s, y)
         positive = curvature > jnp.finfo(s.dtype).eps * jnp.linalg.norm(s) * jnp.linalg.norm(y)
         rho = jnp.where(positive, 1 / jnp.where(positive, curvature, 1), 0)
-        along = inverse @ y
-        # (I - rho s y^T) H (I - rho y s^T) + rho s s^T, without a product of matrices
-        cross = jnp.outer(along, s)
-        inverse = inverse - rho * (cross + cross.T) + (rho + rho**2 * jnp.vdot(y, along)) * jnp.outer(s, s)
-        return -inverse @ here.grad, jnp.where(number > 0, 1.0, _first_step(here)), inverse
+        slot = jnp.maximum(number - 1, 0) % history
+        updates = pick(slot == 0, jax.tree.map(jnp.zeros_like, updates), updates)
+        z = updates.times(y)
+        new = _Updates(s, z, rho, rho + rho**2 * jnp.vdot(y, z))
+        updates = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), updates, new)
+        return -updates.times(here.grad), jnp.where(number > 0, 1.0, _first_step(here)), updates
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        return descend(oracle, x, budget, tolerance, jnp.eye(x.shape[0], dtype=x.dtype), propose, 1e-4, 0.9)
+        rows, row = jnp.zeros((history, x.shape[0]), x.dtype), jnp.zeros(history, x.dtype)
+        return descend(oracle, x, budget, tolerance, _Updates(rows, rows, row, row), propose, 1e-4, 0.9)
 
     return solve
 

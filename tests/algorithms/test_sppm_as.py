@@ -1,5 +1,7 @@
 """SPPM-AS and its baselines against NumPy, on quadratics whose prox is known exactly."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from commjax import cohorts, parallel, runner
 from commjax.algorithms import sppm_as
-from commjax.problems import quadratic
+from commjax.data import partition
+from commjax.data.partition import ClientData
+from commjax.problems import logistic, quadratic
 from commjax.prox import quasi_newton, solvers
 
 N, D = 8, 4
@@ -19,7 +23,7 @@ START = jnp.asarray(np.random.default_rng(0).standard_normal(D))
 EXACT = sppm_as.HParams(2.0, 50, 1e-12)
 
 
-def newton(gamma):
+def newton(hparams):
     return solvers.aicn(1e-9)  # nearly undamped: exact on quadratics
 
 
@@ -68,7 +72,7 @@ def test_a_round_is_the_prox_of_the_cohort_with_weights_one_over_n_p(name):
 def test_all_solvers_give_the_same_step(solver):
     sampling = SAMPLINGS["stratified"]
     found, metrics = after(
-        sppm_as.sppm_as(quadratic.loss, sampling, lambda gamma: solver()), EXACT._replace(tolerance=1e-9)
+        sppm_as.sppm_as(quadratic.loss, sampling, lambda hparams: solver()), EXACT._replace(tolerance=1e-9)
     )
     np.testing.assert_allclose(
         found, prox(np.asarray(START), dense_weights(sampling.sample(jax.random.fold_in(KEY, 0))), 2.0), atol=1e-8
@@ -91,7 +95,7 @@ def test_the_order_of_clients_does_not_matter():
 @pytest.mark.parametrize("hubs", [None, sppm_as.Hubs.make([0, 0, 1, 1, 2, 2, 0, 1])], ids=["flat", "hubs"])
 @pytest.mark.parametrize("name", ["stratified", "block"])
 def test_devices_do_not_change_the_trajectory(name, hubs):
-    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], lambda gamma: quasi_newton.bfgs(), hubs)
+    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], lambda hparams: quasi_newton.bfgs(), hubs)
     state, step = algorithm.init(START, jnp.arange(N)), parallel.shard_step(algorithm, parallel.client_mesh(4))
     hparams = sppm_as.HParams(2.0, 4, 0.0)
     for _ in range(2):
@@ -156,7 +160,7 @@ def test_local_gd_on_a_cohort(steps):
 
 
 def test_a_grid_over_gamma_and_k_is_one_program_with_the_same_results():
-    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda gamma: quasi_newton.bfgs())
+    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda hparams: quasi_newton.bfgs())
     settings = [sppm_as.HParams(gamma, K, 1e-9) for gamma in (0.1, 10.0) for K in (1, 4)]
     keys = jax.random.split(KEY, 2)
     state = algorithm.init(START, jnp.arange(N))
@@ -171,7 +175,7 @@ def test_a_grid_over_gamma_and_k_is_one_program_with_the_same_results():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_any_gamma_runs_without_overflow(dtype):
     data = jax.tree.map(lambda leaf: leaf.astype(dtype), DATA)
-    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda gamma: quasi_newton.bfgs())
+    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda hparams: quasi_newton.bfgs())
     state = algorithm.init(START.astype(dtype), jnp.arange(N))
     for gamma in (1e-3, 1.0, 1e5):
         found, metrics = runner.run(KEY, algorithm, sppm_as.HParams(gamma, 20, 1e-6), state, data, 5)
@@ -180,6 +184,25 @@ def test_any_gamma_runs_without_overflow(dtype):
             and np.isfinite(found.server.params).all()
             and np.isfinite(metrics.loss).all()
         )
+
+
+@pytest.mark.parametrize("name", ["stratified", "nice"])
+def test_pooling_the_rows_of_a_cohort_changes_nothing(name):
+    rng = np.random.default_rng(5)
+    sizes = rng.integers(1, 5, N)
+    weights = np.array([[1 / size] * size + [0.0] * (4 - size) for size in sizes])
+    data = ClientData(rng.standard_normal((N, 4, D)), np.sign(rng.standard_normal((N, 4))), weights)
+    data = jax.tree.map(jnp.asarray, data)
+    loss = partial(logistic.loss, mu=0.1)
+
+    def run(pool):
+        algorithm = sppm_as.sppm_as(loss, SAMPLINGS[name], lambda hparams: quasi_newton.bfgs(), pool=pool)
+        return after(algorithm, EXACT, rounds=2, data=data)
+
+    (x, metrics), (pooled, same) = run(None), run(partition.pool(12))
+    np.testing.assert_allclose(pooled, x, rtol=1e-9)
+    np.testing.assert_allclose(same.loss, metrics.loss, rtol=1e-12)
+    assert int(same.local_rounds) == int(metrics.local_rounds)
 
 
 def test_bad_input_is_refused():

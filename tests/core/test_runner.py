@@ -58,6 +58,33 @@ def test_a_sweep_has_axes_of_hparams_and_keys_and_every_pair_its_own_numbers():
     np.testing.assert_allclose(metrics.loss[:, :, 0], np.full((3, 2), metrics.loss[0, 0, 0]), rtol=1e-14)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+def test_a_sweep_some_settings_at_a_time_is_the_same_sweep(at_once):
+    grid = runner.stack([CASE.hparams._replace(gamma=CASE.hparams.gamma * scale) for scale in (0.2, 0.5, 1.0)])
+    inputs = (jax.random.split(KEY, 2), CASE.algorithm, grid, CASE.init(), CASE.data, 4)
+    whole, parts = runner.sweep(*inputs), runner.sweep(*inputs, at_once=at_once)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), parts, whole)
+    _, record = runner.loop(*inputs, chunk=3, progress=False, at_once=at_once)
+    np.testing.assert_allclose(record.metrics["loss"], whole[1].loss, rtol=1e-12)
+
+
+def test_settings_at_once_need_a_sweep():
+    for key, at_once in ((KEY, 2), (jax.random.split(KEY, 2), 0)):
+        with pytest.raises(ValueError, match=f"at_once={at_once}; allowed: at least 1, with an array of keys"):
+            runner.loop(key, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 1, at_once=at_once)
+
+
+def test_clients_of_a_sweep_may_stand_in_any_order():
+    order = jnp.asarray([3, 1, 0, 2, 7, 5, 6, 4])
+    state = CASE.algorithm.init(CASE.params, order)
+    data = jax.tree.map(lambda leaf: leaf[order], CASE.data)
+    grid, keys = runner.stack([CASE.hparams]), jax.random.split(KEY, 1)
+    states, _ = runner.sweep(keys, CASE.algorithm, grid, state, data, 3)
+    alone, _ = runner.run(keys[0], CASE.algorithm, CASE.hparams, state, data, 3)
+    np.testing.assert_array_equal(states.clients.id[0, 0], order)
+    np.testing.assert_allclose(states.server.params[0, 0], alone.server.params, rtol=1e-12)
+
+
 def test_stack_puts_equal_trees_on_a_leading_axis():
     stacked = runner.stack([ef_bv.HParams(1.0, 2.0, 3.0), ef_bv.HParams(4.0, 5.0, 6.0)])
     assert isinstance(stacked, ef_bv.HParams) and stacked.nu.tolist() == [3.0, 6.0]

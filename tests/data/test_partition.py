@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from commjax import runner
 from commjax.data import libsvm, partition
+from commjax.problems import logistic
 
 SIZES = st.integers(1, 60).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(1, rows)))
 SEEDS = st.none() | st.integers(0, 2**32)
@@ -449,3 +450,28 @@ def test_minibatches_of_examples_are_unbiased_under_padding():
 def test_stack_rows_refuses_what_does_not_fit(arrays, rows, message):
     with pytest.raises(ValueError, match=message):
         partition.stack_rows(arrays, rows)
+
+
+def ragged(seed=0, sizes=(3, 1, 4)):
+    rng = np.random.default_rng(seed)
+    most = max(sizes)
+    weights = np.array([[1 / size] * size + [0.0] * (most - size) for size in sizes])
+    features, labels = rng.standard_normal((len(sizes), most, 2)), np.sign(rng.standard_normal((len(sizes), most)))
+    return jax.tree.map(jnp.asarray, partition.ClientData(features, labels, weights))
+
+
+@pytest.mark.parametrize("size", [8, 10])
+def test_a_pooled_cohort_has_the_weighted_loss_of_its_clients(size):
+    data, shares, x = ragged(), jnp.asarray([0.2, 0.5, 0.3]), jnp.asarray([0.4, -1.0])
+    apart = jax.vmap(lambda one: logistic.loss(x, one, 0.3))(data)
+    pooled = partition.pool(size)(data, shares)
+    assert pooled.features.shape == (size, 2)
+    np.testing.assert_allclose(logistic.loss(x, pooled, 0.3), shares @ apart, rtol=1e-13)
+
+
+def test_a_pool_that_is_too_small_says_so_with_nan_and_absent_clients_need_no_room():
+    data = ragged()
+    assert np.isnan(partition.pool(7)(data, jnp.full(3, 1 / 3)).weights).all()
+    assert np.isfinite(partition.pool(7)(data, jnp.asarray([0.5, 0.0, 0.5])).weights).all()
+    with pytest.raises(ValueError, match="size=0; allowed: at least 1 row"):
+        partition.pool(0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from commjax.records import Record
-from experiments import cohort_squeeze
+from experiments import cohort_squeeze, cohort_squeeze_networks
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,35 @@ def test_the_cost_table_and_its_figure(settings):
     assert {row["c1"] for row in again} == {0.1, 0.05} and all(row["c2"] == 1.0 for row in again)
 
 
+def test_every_solver_reaches_the_target_and_newton_pays_for_its_hessians(settings):
+    rows = {row["solver"]: row for row in cohort_squeeze.by_solver(dataclasses.replace(settings, absolute=(1.0,)))}
+    assert set(rows) == {"bfgs", "cg", "lbfgs", "agd", "gd", "aicn", "LocalGD, tuned"}
+    assert rows["aicn"]["iterations"] < rows["bfgs"]["iterations"]
+    assert (
+        rows["aicn"]["kilobits"] / rows["aicn"]["evaluations"]
+        > 5 * rows["bfgs"]["kilobits"] / rows["bfgs"]["evaluations"]
+    )
+    # d = 30 features: 30 numbers and the value, of 4 of 12 clients, in float64
+    assert rows["bfgs"]["kilobits"] >= rows["bfgs"]["evaluations"] * 64 * 31 / 3 / 1e3 * (1 - 1e-9)
+
+
+def test_accuracy_costs(settings):
+    rows = [row for row in cohort_squeeze.epsilon(settings) if row["c2"] == 0.0]
+    for key in ("iterations", "evaluations", "localgd"):
+        reached = [row[key] for row in rows if row[key] is not None]
+        assert len(reached) >= 3 and reached == sorted(reached)
+        missed = [row[key] is None for row in rows]
+        assert missed == sorted(missed)  # what is too accurate once is so for all that is more accurate
+
+
+def test_a_recommendation_keeps_its_promise_and_is_compared_with_hindsight(settings):
+    rows = cohort_squeeze.recommended(dataclasses.replace(settings, seeds=1, rounds=20, out=settings.out / "advice"))
+    assert len(rows) == 6
+    for row in rows:
+        assert row["measured"] <= row["predicted"] == pytest.approx((row["c1"] * row["K"] + row["c2"]) * row["T"])
+    assert all(row["best"] <= row["measured"] for row in rows if row["best"] is not None)
+
+
 def test_stratified_sampling_settles_nearest_and_under_its_bound(settings):
     rows = {row["sampling"]: row for row in cohort_squeeze.samplings(settings)}
     assert min(rows, key=lambda name: rows[name]["neighbourhood"]) == "stratified"
@@ -61,3 +90,41 @@ def test_any_gamma_runs_and_a_larger_one_settles_farther_away(settings):
 def test_clusters_that_are_too_small_are_refused(settings):
     with pytest.raises(ValueError, match=r"per_cluster=500; allowed: at most \d+"):
         cohort_squeeze.problem("breast_cancer", dataclasses.replace(settings, per_cluster=500))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return cohort_squeeze_networks.Settings(
+        task="digits", clients=6, rows=40, cohort=3, local=(1, 3), steps=(1, 4), rounds=6, tune_rounds=2, rates=(0.01,), stepsizes=(0.3,),
+        targets=(0.2, 1.01), c1=(0.1, 1.0), seeds=2, out=tmp_path_factory.mktemp("networks"), progress=False,
+    )  # fmt: skip
+
+
+def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_cost(tiny):
+    rows = cohort_squeeze_networks.networks(tiny)
+    assert [(row["target"], row["c1"], row["c2"]) for row in rows[:3]] == [
+        (0.2, 0.1, 1.0),
+        (0.2, 1.0, 1.0),
+        (0.2, 1.0, 0.0),
+    ]
+    ours, theirs = cohort_squeeze_networks.measure(tiny)
+    for row in rows[:3]:
+        best = min(
+            (row["c1"] * K + row["c2"]) * cohort_squeeze_networks.rounds_to(records, 0.2).mean() for K, (_, _, records) in ours.items()
+        )  # fmt: skip
+        assert row["sppm"] == pytest.approx(best)
+        needed = min(cohort_squeeze_networks.rounds_to(records, 0.2).mean() for _, _, records in theirs.values())
+        assert row["localgd"] == pytest.approx((row["c1"] + row["c2"]) * needed)
+    assert all(row["sppm"] is None and row["localgd"] is None for row in rows[3:])
+    assert (tiny.out / "networks_digits.png").read_bytes().startswith(b"\x89PNG")
+    # Adam evaluates the start and the end of each of the K iterations
+    record = ours[3][2][0]
+    assert set(record.metrics["local_rounds"]) == {4.0} and record.metrics["iterations"].max() == 3
+
+
+def test_network_solvers_are_tuned_alike(tiny, monkeypatch):
+    some = {name: cohort_squeeze_networks.WORKERS[name] for name in ("FedAdam", "MimeLite-Adam")}
+    monkeypatch.setattr(cohort_squeeze_networks, "WORKERS", some)
+    rows = cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, rounds=2, seeds=1))
+    assert [row["solver"] for row in rows] == ["FedAdam", "MimeLite-Adam"]
+    assert all(0 <= row["train"] <= 100 and row["rate"] in (0.01, 0.3) for row in rows)

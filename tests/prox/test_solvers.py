@@ -1,6 +1,7 @@
 """Convex inner solvers: against closed forms and SciPy, exact counts, certificates, traced budgets, breakdowns, extreme gamma."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -203,6 +204,47 @@ def test_bfgs_takes_as_many_iterations_as_scipy_give_or_take_two():
     )
     ours = run("bfgs", "logistic", tolerance=1e-6)
     assert abs(int(ours.iterations) - theirs.nit) <= 2 and abs(int(ours.evaluations) - theirs.nfev) <= 4
+
+
+def dense_bfgs(value_and_grad, x, steps):
+    """The textbook's matrix update, with the steps that our line search took: [H, ...] after each pair."""
+    H = np.eye(len(x))
+    points = [x, *steps]
+    found = []
+    for before, here in itertools.pairwise(points):
+        s, y = here - before, value_and_grad(here)[1] - value_and_grad(before)[1]
+        rho = 1 / (s @ y)
+        V = np.eye(len(x)) - rho * np.outer(s, y)
+        H = V @ H @ V.T + rho * np.outer(s, s)
+        found.append(H)
+    return found
+
+
+def test_bfgs_goes_along_the_direction_of_the_textbooks_matrix():
+    def value_and_grad(x):
+        return [np.asarray(a) for a in _value_and_grad(PROBLEMS["logistic"], x)]
+
+    steps = [np.asarray(run("bfgs", "logistic", budget=k).params) for k in range(1, 7)]
+    for H, here, following in zip(dense_bfgs(value_and_grad, np.asarray(CENTER), steps), steps, steps[1:]):
+        direction, moved = -H @ value_and_grad(here)[1], following - here
+        cosine = direction @ moved / np.linalg.norm(direction) / np.linalg.norm(moved)
+        assert cosine > 1 - 1e-9
+
+
+def test_bfgs_with_a_short_history_starts_again_and_still_converges():
+    oracle = oracle_of(PROBLEMS["logistic"], 5.0, jnp.asarray(CENTER))
+
+    def solve(history, budget):
+        return jit(lambda x: quasi_newton.bfgs(history)(oracle, x, budget, 1e-9))(jnp.asarray(CENTER))
+
+    # The same until the history is full; then the first step is along the gradient again.
+    np.testing.assert_allclose(solve(3, 4).params, solve(50, 4).params, rtol=1e-12)
+    short, grad = solve(3, 4), oracle.value_and_grad(solve(3, 4).params)[1]
+    assert not np.allclose(solve(3, 5).params, solve(50, 5).params, rtol=1e-6)
+    assert int(short.code) == OUT_OF_BUDGET and float(jnp.linalg.norm(grad)) > 1e-9
+    assert int(solve(3, 200).code) == CONVERGED
+    with pytest.raises(ValueError, match="history=0; allowed: at least 1"):
+        quasi_newton.bfgs(0)
 
 
 def test_scaffnew_that_always_communicates_is_gradient_descent():

@@ -1,0 +1,189 @@
+"""The runs of Chapter 5 on logistic regression: clustered data, and the (gamma x K x seed) grid of SPPM-SS and LocalGD.
+
+Clients: k-means on the rows' features, each cluster cut into equal parts; a cohort is one client of each cluster.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commjax import cohorts, runner
+from commjax.algorithms import sppm_as
+from commjax.data import partition
+from commjax.data.libsvm import Dataset
+from commjax.problems import logistic
+from commjax.problems.constants import Smoothness
+from commjax.prox import quasi_newton, solvers
+from commjax.records import Record
+from commjax.theory import sppm as theory
+from experiments import tables
+from experiments.ef_bv import load
+
+
+class Use(NamedTuple):
+    """A solver in this experiment: made from the problem's constants and the hparams; numbers that a client sends beside the value,
+    in vectors, given d."""
+
+    make: Callable[[Smoothness, Any], solvers.Solver]
+    vectors: Callable[[int], float] = lambda d: 1.0
+
+
+SOLVERS = {
+    "bfgs": Use(lambda smooth, h: quasi_newton.bfgs(30)),
+    "cg": Use(lambda smooth, h: quasi_newton.conjugate_gradients()),
+    "lbfgs": Use(lambda smooth, h: quasi_newton.lbfgs()),
+    "agd": Use(lambda smooth, h: solvers.accelerated_gradient_descent(smooth.L_max + 1 / h.gamma, smooth.mu + 1 / h.gamma)),
+    "gd": Use(lambda smooth, h: solvers.gradient_descent(smooth.L_max + 1 / h.gamma)),
+    "aicn": Use(lambda smooth, h: solvers.aicn(), lambda d: 1 + (d + 1) / 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    datasets: tuple[str, ...] = ("a6a",)  # LibSVM names (a6a, mushrooms, a9a, ijcnn1), or breast_cancer (embedded)
+    clusters: int = 10  # k-means clusters; the size of a stratified cohort
+    per_cluster: int = 10  # clients of each cluster
+    mu: float = 0.1  # weight of the regulariser
+    solver: Literal["bfgs", "cg", "lbfgs", "agd", "gd", "aicn"] = "bfgs"  # of the prox
+    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
+    most_local: int = 15  # K from 1 to this
+    rounds: int = 40  # global rounds, at most
+    localgd: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 1.0)  # LocalGD's stepsizes, beside theory's 1/L_max
+    seeds: int = 5  # cohorts
+    # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
+    absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
+    relative: tuple[float, ...] = (0.005, 0.001)
+    seed: int = 0  # of the clusters and the cohorts
+    at_once: int = 18  # settings that are computed side by side; the others follow in the same program
+    out: Path = Path("results/cohort_squeeze")  # records, figures
+    progress: bool = True  # show a bar
+
+
+class Problem(NamedTuple):
+    """A clustered data set; float64, x^0 = 1."""
+
+    name: str
+    dataset: Dataset
+    rows: Any
+    clusters: list[np.ndarray]  # of clients
+    data: partition.ClientData
+    smoothness: Smoothness
+    optimum: np.ndarray
+    loss: Callable
+
+
+def problem(name: str, settings: Settings) -> Problem:
+    """Thesis: L4866."""
+    dataset = load(name)
+    groups = partition.feature_wise(dataset.features, settings.clusters, seed=settings.seed)
+    if (least := min(map(len, groups))) < settings.per_cluster:
+        raise ValueError(
+            f"per_cluster={settings.per_cluster}; allowed: at most {least}, the rows of the smallest cluster"
+        )
+    rows = [part for group in groups for part in np.array_split(group, settings.per_cluster)]
+    clusters = list(np.arange(len(rows)).reshape(settings.clusters, settings.per_cluster))
+    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    smoothness = logistic.constants(dataset, rows, settings.mu)
+    optimum = logistic.optimum(dataset, rows, settings.mu).params
+    return Problem(name, dataset, rows, clusters, data, smoothness, optimum, partial(logistic.loss, mu=settings.mu))
+
+
+def sweep(
+    problem: Problem, algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
+) -> Record:
+    """All hparams with all seeds in one program; |x - x*|^2 at the start of every round is the metric `distance`."""
+    optimum = jnp.asarray(problem.optimum)
+    algorithm = runner.observe(algorithm, distance=lambda state, batch: jnp.sum((state.server.params - optimum) ** 2))
+    d = len(problem.optimum)
+    state = algorithm.init(jnp.ones(d), jnp.arange(len(problem.rows)))
+    keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
+    _, record = runner.loop(
+        keys, algorithm, runner.stack(hparams), state, problem.data, settings.rounds if rounds is None else rounds,
+        chunk=5, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress, at_once=settings.at_once,
+        config={"dataset": problem.name, "d": d, "n": len(problem.rows), "solver": settings.solver},
+    )  # fmt: skip
+    record.save(settings.out / label)
+    return record
+
+
+def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings):
+    use = SOLVERS[settings.solver]
+    pool = partition.pool(most_rows(problem, sampling))
+    make = partial(use.make, problem.smoothness)
+    return sppm_as.sppm_as(problem.loss, sampling, make, vectors=use.vectors(len(problem.optimum)), pool=pool)
+
+
+def most_rows(problem: Problem, sampling: cohorts.Sampling) -> int:
+    """Rows of the largest cohort: of the largest clients of all clusters if it has one of each, of the largest clients else."""
+    sizes = np.array([len(rows) for rows in problem.rows])
+    if sampling.name.startswith("stratified"):
+        return int(sum(sizes[cluster].max() for cluster in problem.clusters))
+    return int(np.sort(sizes)[-sampling.size :].sum())
+
+
+class Grid(NamedTuple):
+    """Both methods over their grids."""
+
+    start: float  # |x^0 - x*|^2
+    sppm: Record  # [gamma x K, seed, round]
+    localgd: Record  # [stepsize x steps, seed, round]
+    pairs: list[tuple[float, int]]
+    local_pairs: list[tuple[float, int]]
+
+
+def grid(problem: Problem, settings: Settings) -> Grid:
+    sampling = cohorts.stratified(problem.clusters)
+    # Sorted by K, so that a few neighbours at a time have inner loops of about equal length.
+    pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
+    ours = sweep(
+        problem, sppm(problem, sampling, settings), [sppm_as.HParams(gamma, K, 1e-9) for gamma, K in pairs], settings,
+        f"{problem.name}_{settings.solver}",
+    )  # fmt: skip
+    stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
+    local_pairs = [(stepsize, steps) for stepsize in stepsizes for steps in range(1, settings.most_local + 1)]
+    theirs = sweep(
+        problem, sppm_as.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
+        [sppm_as.LocalHParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=2 * settings.rounds,
+    )  # fmt: skip
+    return Grid(float(np.sum((1 - problem.optimum) ** 2)), ours, theirs, pairs, local_pairs)
+
+
+def rounds_to(record: Record, target: float) -> np.ndarray:
+    """[setting, seed]: the first round whose start is within the target, or nan."""
+    distance = record.metrics["distance"]
+    return np.array([[tables.first(run, target) for run in setting] for setting in distance])
+
+
+def costs(found: Grid, target: float, c1: float, c2: float, count: str) -> tuple[np.ndarray, np.ndarray]:
+    """Mean cost over seeds (nan unless all reach the target) of every setting of both methods.
+
+    count: "iterations" (the thesis: K local rounds for every global one) or "evaluations" (what was aggregated, P12).
+    """
+    T = rounds_to(found.sppm, target)
+    spent = np.zeros_like(T)
+    for (h, s), rounds in np.ndenumerate(T):
+        if np.isfinite(rounds):
+            if count == "iterations":
+                spent[h, s] = theory.cost(c1, c2, found.pairs[h][1], int(rounds)) if rounds else 0.0
+            else:
+                spent[h, s] = c1 * found.sppm.metrics["local_rounds"][h, s, : int(rounds)].sum() + c2 * rounds
+        else:
+            spent[h, s] = np.nan
+    local = rounds_to(found.localgd, target) * (c1 + c2)
+    return spent.mean(axis=1), local.mean(axis=1)
+
+
+def bits_to(found: Grid, target: float) -> np.ndarray:
+    """Bits that one client sends until the target, mean over seeds, nan unless all reach it."""
+    T = rounds_to(found.sppm, target)
+    sent = np.full_like(T, np.nan)
+    for (h, s), rounds in np.ndenumerate(T):
+        if np.isfinite(rounds):
+            sent[h, s] = found.sppm.metrics["bits_up"][h, s, : int(rounds)].sum()
+    return sent.mean(axis=1)
