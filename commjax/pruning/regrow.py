@@ -27,22 +27,21 @@ from commjax.pruning.statistics import Statistics
 from commjax.pruning.swaps import swaps
 
 Matrix = Float[Array, "i o"]
-Mask = Bool[Array, "i o"]
 Regularizer = Literal["out", "in", "toggled"]
 
 
 def dsnot(
     W: Matrix,
-    mask: Mask,
+    mask: Bool[Array, "_ _"],
     stats: Statistics,
     *,
     pattern: tuple[int, int] | None = None,
-    prune: Matrix | None = None,
+    prune: Float[Array, "_ _"] | None = None,
     cycles: int = 50,
     threshold: float = 0.1,
     power: float = 1.0,
     same_sign: bool | None = None,
-) -> tuple[Matrix, Mask]:
+) -> tuple[Matrix, Bool[Array, "i o"]]:
     """DSnoT: G = M / Var^power, P = Wanda's score, whatever made the mask.  Returns (W~, mask).
 
     `pattern=(n, m)`: the mask keeps n of m inputs, and p is the least `prune` of g's group, whatever its sign; the released code
@@ -55,21 +54,21 @@ def dsnot(
     same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
     if prune is not None and prune.shape != W.shape:
         raise ValueError(f"prune has shape {prune.shape}; allowed: that of W, {W.shape}")
-    return _dsnot(W, mask, stats, prune, threshold, power, cycles, pattern and pattern[1], same_sign)
+    scores = _dsnot_scores(W, stats, power)
+    return _swapped(W, mask, scores if prune is None else (*scores[:2], prune), threshold, cycles, pattern, same_sign)
 
 
-@partial(jax.jit, static_argnames=("power", "cycles", "m", "same_sign"))
-def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
+@partial(jax.jit, static_argnames="power")
+def _dsnot_scores(W, stats, power):
+    """M, G, P"""
     w, sums, _, variance, norms = _columns(W, stats)
     contribution = w * sums
-    prune = jnp.abs(w) * norms if prune is None else prune.astype(w.dtype)
-    grow = _quotient(contribution, variance**power)
-    return _swapped(W, mask, contribution, grow, prune, threshold, cycles, m, same_sign)
+    return contribution, _quotient(contribution, variance**power), jnp.abs(w) * norms
 
 
 def r2_dsnot(
     W: Matrix,
-    mask: Mask,
+    mask: Bool[Array, "_ _"],
     stats: Statistics,
     *,
     relative_grow: bool = True,
@@ -85,7 +84,7 @@ def r2_dsnot(
     threshold: float = 0.1,
     power: float = 1.0,
     same_sign: bool | None = None,
-) -> tuple[Matrix, Mask]:
+) -> tuple[Matrix, Bool[Array, "i o"]]:
     r"""R^2-DSnoT: DSnoT with relative importance D and a regulariser R, both frozen at the given mask.  Returns (W~, mask).
 
         |G| = |W D E[x]| / Var^power + gamma_grow R         G has the sign of W E[x]
@@ -105,14 +104,14 @@ def r2_dsnot(
         raise ValueError(f"p={p}; allowed: at least 1 (math.inf included)")
     if regularizer not in ("out", "in", "toggled"):
         raise ValueError(f"regularizer={regularizer!r}; allowed: 'out', 'in', 'toggled'")
-    return _r2_dsnot(
-        W, mask, stats, threshold, gamma_grow, gamma_prune,
-        (relative_grow, relative_prune, alpha, p, regularizer, literal, power), cycles, pattern and pattern[1], same_sign,
-    )  # fmt: skip
+    rule = (relative_grow, relative_prune, alpha, p, regularizer, literal, power)
+    scores = _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule)
+    return _swapped(W, mask, scores, threshold, cycles, pattern, same_sign)
 
 
-@partial(jax.jit, static_argnames=("rule", "cycles", "m", "same_sign"))
-def _r2_dsnot(W, mask, stats, threshold, gamma_grow, gamma_prune, rule, cycles, m, same_sign):
+@partial(jax.jit, static_argnames="rule")
+def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
+    """M, G, P"""
     relative_grow, relative_prune, alpha, p, regularizer, literal, power = rule
     w, sums, mean, variance, norms = _columns(W, stats)
     kept = jnp.where(mask, w, 0)
@@ -121,8 +120,7 @@ def _r2_dsnot(W, mask, stats, threshold, gamma_grow, gamma_prune, rule, cycles, 
     grow = _quotient(mean if literal else w * mean, variance**power) * (D if relative_grow else jnp.ones_like(w))
     grow = grow + jnp.sign(grow) * jnp.asarray(gamma_grow, w.dtype) * R
     prune = jnp.abs(w) * norms**alpha * (D if relative_prune else jnp.ones_like(w))
-    prune = prune + jnp.asarray(gamma_prune, w.dtype) * R
-    return _swapped(W, mask, w * sums, grow, prune, threshold, cycles, m, same_sign)
+    return w * sums, grow, prune + jnp.asarray(gamma_prune, w.dtype) * R
 
 
 def _regularizer(w, mask, kept, p, regularizer):
@@ -155,13 +153,15 @@ def _quotient(a, b):
 
 def _columns(W, stats):
     """W in at least float32; sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1]."""
-    w = W.astype(jnp.promote_types(W.dtype, jnp.float32))
+    w = W.astype(statistics.wide(W.dtype))
     vectors = (statistics.input_sum, statistics.mean, statistics.variance, statistics.input_norm)
     return w, *(f(stats).astype(w.dtype)[:, None] for f in vectors)
 
 
-def _swapped(W, mask, contribution, grow, prune, threshold, cycles, m, same_sign):
-    threshold = jnp.asarray(threshold, grow.dtype)
+def _swapped(W, mask, scores, threshold, cycles, pattern, same_sign):
+    contribution, grow, prune = scores
+    threshold, prune = jnp.asarray(threshold, grow.dtype), prune.astype(grow.dtype)
+    m = None if pattern is None else pattern[1]
     mask = swaps(mask, contribution, grow, prune, threshold, cycles=cycles, m=m, same_sign=same_sign)
     return jnp.where(mask, W, 0), mask
 

@@ -30,10 +30,11 @@ from jaxtyping import Array, Float
 
 from commjax.base import Key
 from commjax.compressors import select
-from commjax.pruning.statistics import Statistics, input_norm, output_norm
+from commjax.pruning.statistics import Statistics, input_norm, output_norm, wide
 
 Axis = Literal["in", "out"]
 Matrix = Float[Array, "i o"]
+Norms = Float[Array, "#i #o"]  # of inputs [in, 1] or outputs [1, out]
 Vector = Float[Array, "d"]
 Term = Callable[[Matrix, Statistics | None, Key | None, Axis], Vector]  # norms along an axis, from |W|
 Join = Callable[..., Matrix]  # (|W|, norms that broadcast against it) -> matrix
@@ -53,27 +54,27 @@ def _divide(a: Array, b: Array) -> Array:
     return jnp.where(b == 0, 0, a / b)
 
 
-def relative(w: Matrix, *norms: Matrix) -> Matrix:
+def relative(w: Matrix, *norms: Norms) -> Matrix:
     """S1: |W| / u + |W| / v"""
     return sum((_divide(w, norm) for norm in norms[1:]), _divide(w, norms[0]))
 
 
-def relative_to_sum(w: Matrix, *norms: Matrix) -> Matrix:
+def relative_to_sum(w: Matrix, *norms: Norms) -> Matrix:
     """S2: |W| / (u + v)"""
     return _divide(w, sum(norms[1:], norms[0]))
 
 
-def plain(w: Matrix, *norms: Matrix) -> Matrix:
+def plain(w: Matrix, *norms: Norms) -> Matrix:
     """S3: |W| (u + v)"""
     return w * sum(norms[1:], norms[0])
 
 
-def harmonic(w: Matrix, *norms: Matrix) -> Matrix:
+def harmonic(w: Matrix, *norms: Norms) -> Matrix:
     """S4: |W| / (1/u + 1/v), and 0 where a norm is 0"""
     return w / sum((1 / norm for norm in norms[1:]), 1 / norms[0])
 
 
-def root(w: Matrix, *norms: Matrix) -> Matrix:
+def root(w: Matrix, *norms: Norms) -> Matrix:
     """|W| sqrt(u^2 + v^2)"""
     return w * jnp.sqrt(sum((norm * norm for norm in norms[1:]), norms[0] * norms[0]))
 
@@ -187,7 +188,7 @@ def score(
 
     @jax.jit
     def matrix(W, stats, key):
-        w = jnp.abs(W.astype(jnp.promote_types(W.dtype, jnp.float32)))
+        w = jnp.abs(W.astype(wide(W.dtype)))
         key_in, key_out = (None, None) if key is None else jax.random.split(key)
         norms = []
         if in_term is not None:

@@ -13,7 +13,7 @@ is within samples.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,13 @@ class Statistics(NamedTuple):
     squares: Sum  # [in]   sum_st x_stj^2
     spread: Sum  # [in]   sum_st (x_stj - mean_t x_stj)^2, within samples
     outputs: Sum | None  # [out]  sum_st y_stk^2
-    gram: (
-        Float[Array, "*n i i"] | None
-    )  # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
+    # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
+    gram: Float[Array, "*n i i"] | None
+
+
+def wide(*dtypes: Any) -> Any:
+    """The dtype to compute in: float64 if one of them is, else float32."""
+    return jnp.float64 if any(dtype == jnp.float64 for dtype in dtypes) else jnp.float32
 
 
 def _plus(a: Sum, b: Sum) -> Sum:
@@ -67,9 +71,7 @@ def _zero(dtype, d: int) -> Sum:
     return Sum(jnp.zeros(d, dtype), jnp.zeros(d, dtype))
 
 
-def of(
-    x: Float[Array, "*samples tokens i"], y: Float[Array, "*samples tokens o"] | None = None, *, gram: bool = False
-) -> Statistics:
+def of(x: Float[Array, "..."], y: Float[Array, "..."] | None = None, *, gram: bool = False) -> Statistics:
     """Statistics of a batch: inputs x of a linear layer and, where output norms are wanted, its outputs y = x W.
 
     At least float32 whatever the dtype of x.  `gram=True` adds x^T x, at the price of a matrix product.
@@ -88,7 +90,7 @@ def of(
 @partial(jax.jit, static_argnames="gram")
 def _of(x, y, gram):
     tokens, d = x.shape[-2:]
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x.dtype)
     x = x.reshape(-1, tokens, d)
     y = None if y is None else y.reshape(-1, tokens, y.shape[-1])
 

@@ -5,6 +5,7 @@ one: the inputs are cut into chunks of about sqrt(in), the best of every chunk i
 chunk.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,29 +16,23 @@ Matrix = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
 
 _INT = {4: jnp.int32, 8: jnp.int64}
+_CHUNK = 16  # inputs looked at to take one candidate, beside one number for every chunk
 
 
-class _Candidates(NamedTuple):
-    """Signed integer keys, 0 for none: of sign s, the best has the largest s * key > 0."""
+class _Queue(NamedTuple):
+    """Candidates of either sign, best first; [0] positive, [1] negative.  What was taken is known by the last one taken."""
 
-    keys: Int[Array, "n c o"]
-    best: Int[Array, "2 n o"] | None  # of every chunk, for either sign
-
-
-class _Found(NamedTuple):
-    """One candidate of every output, and its chunk."""
-
-    ok: Bool[Array, "o"]
-    index: Int[Array, "o"]
-    rows: Int[Array, "c o"]
+    best: Int[Array, "2 n o"]  # the largest key left in every chunk
+    key: Int[Array, "2 o"]  # of the last one taken
+    index: Int[Array, "2 o"]
 
 
 class _Carry(NamedTuple):
     cycle: Int[Array, ""]
     error: Float[Array, "o"]
     active: Bool[Array, "o"]
-    grow: _Candidates
-    prune: _Candidates
+    grow: _Queue
+    prune: _Queue | None
     swapped: Int[Array, "2 t o"]  # which input grew, which was pruned; the number of inputs where none
 
 
@@ -47,13 +42,14 @@ def _ordered(a: Matrix) -> Int[Array, "i o"]:
     return jax.lax.bitcast_convert_type(a, kind) & jnp.iinfo(kind).max
 
 
-def _of_both_signs(keys, axis):
-    return jnp.stack([jnp.max(keys, axis=axis), jnp.max(-keys, axis=axis)])
+def _chunked(keys: Int[Array, "i o"], size: int) -> Int[Array, "n c o"]:
+    return jnp.pad(keys, ((0, -keys.shape[0] % size), (0, 0))).reshape(-1, size, keys.shape[1])
 
 
-def _candidates(keys: Int[Array, "i o"], chunk: int, tournament: bool = True) -> _Candidates:
-    keys = jnp.pad(keys, ((0, -keys.shape[0] % chunk), (0, 0))).reshape(-1, chunk, keys.shape[1])
-    return _Candidates(keys, _of_both_signs(keys, 1) if tournament else None)
+def _queue(keys: Int[Array, "n c o"]) -> _Queue:
+    outputs = keys.shape[-1]
+    best = jnp.stack([jnp.max(keys, axis=1), jnp.max(-keys, axis=1)])
+    return _Queue(best, jnp.full((2, outputs), jnp.iinfo(keys.dtype).max), jnp.full((2, outputs), -1, jnp.int32))
 
 
 def _iota(shape):
@@ -61,36 +57,45 @@ def _iota(shape):
 
 
 def _first(mask):
-    """The first position along axis 0 where mask is True"""
+    """The first position along axis 0 where mask is True, or the last position"""
     return jnp.min(jnp.where(mask, _iota(mask.shape), mask.shape[0] - 1), axis=0)
 
 
-def _best_in(keys, chunk, positive) -> _Found:
-    """The best of a chunk, the first among equals."""
+def _chunk(keys, chunk):
     rows = jnp.take_along_axis(keys, chunk[None, None], axis=0, mode="clip")[0]
-    signed = jnp.where(positive[None], rows, -rows)
-    most = jnp.max(signed, axis=0)
-    return _Found(most > 0, chunk * keys.shape[1] + _first(signed == most[None]), rows)
+    return jax.lax.optimization_barrier(rows)  # or the gather is done again for every use
 
 
-def _best(candidates: _Candidates, positive) -> _Found:
-    assert candidates.best is not None
-    best = jnp.where(positive[None], candidates.best[0], candidates.best[1])
-    return _best_in(candidates.keys, _first(best == jnp.max(best, axis=0)[None]), positive)
+def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"]):
+    """(found, index, the queue after it): for every output its best candidate of one sign, the first among equals."""
+    size = keys.shape[1]
+
+    def of(pair):
+        return jnp.where(positive[None], pair[0], pair[1]) if pair.ndim == 3 else jnp.where(positive, pair[0], pair[1])
+
+    best, key, index = (of(a) for a in queue)
+    chunk = _first(best == jnp.max(best, axis=0)[None])
+    rows = _chunk(keys, chunk)
+    rows = jnp.where(positive[None], rows, -rows)
+    place = _iota(rows.shape) + (chunk * size)[None]
+    rows = jnp.where((rows < key[None]) | ((rows == key[None]) & (place > index[None])), rows, 0)
+    most = jnp.max(rows, axis=0)
+    found = chunk * size + _first(rows == most[None])
+    left = jnp.max(jnp.where(place == found[None], 0, rows), axis=0)
+    side = jnp.stack([positive, ~positive])
+    here = side[:, None] & (_iota(best.shape) == chunk[None])[None]
+    return (
+        most > 0,
+        found,
+        _Queue(
+            jnp.where(here, left[None, None], queue.best),
+            jnp.where(side, most[None], queue.key),
+            jnp.where(side, found[None], queue.index),
+        ),
+    )
 
 
-def _without(candidates: _Candidates, found: _Found) -> _Candidates:
-    keys, best = candidates
-    chunks, size, outputs = keys.shape
-    chunk, place = found.index // size, found.index % size
-    keys = keys.at[chunk, place, jnp.arange(outputs)].set(0, mode="drop")
-    if best is None:
-        return _Candidates(keys, None)
-    rows = jnp.where(_iota(found.rows.shape) == place[None], 0, found.rows)
-    here = _iota((chunks, outputs)) == chunk[None]
-    return _Candidates(keys, jnp.where(here[None], _of_both_signs(rows, 0)[:, None], best))
-
-
+@partial(jax.jit, static_argnames=("cycles", "m", "same_sign"))
 def swaps(
     mask: Mask,
     contribution: Matrix,
@@ -114,43 +119,46 @@ def swaps(
     left is passed over.
     """
     inputs, outputs = mask.shape
-    kind, chunk = _INT[grow.dtype.itemsize], round(inputs**0.5)
-    grow_keys = jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow))
+    kind = _INT[grow.dtype.itemsize]
+    grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
     # The least is the best; for a positive error those of negative contribution, in a group of m all.
-    side = jnp.ones_like(grow_keys) if m else -jnp.sign(contribution).astype(kind)
-    prune_keys = jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0)
+    side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
+    prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
 
     def at(index):
         return jnp.take_along_axis(contribution, index[None], axis=0, mode="clip")[0]
 
+    def least_of_group(chunk, already):
+        rows, place = _chunk(prune_keys, chunk), _iota((m, outputs)) + (chunk * m)[None]
+        rows = jnp.where(jnp.any(place[None] == already[:, None], axis=0), 0, rows)
+        most = jnp.max(rows, axis=0)
+        return most > 0, chunk * m + _first(rows == most[None])
+
     def cycle(carry):
         t, error, active, grow, prune, swapped = carry
-        g = _best(grow, error > 0)
-        p = _best_in(prune.keys, g.index // m, jnp.ones_like(active)) if m else _best(prune, error > 0)
-        after = error + at(p.index) - at(g.index)
-        active &= (jnp.abs(error) > threshold) & g.ok
+        has_g, g, grow = _take(grow_keys, grow, error > 0)
+        if prune is None:
+            has_p, p = least_of_group(g // m, swapped[1])
+        else:
+            has_p, p, prune = _take(prune_keys, prune, error > 0)
+        after = error + at(p) - at(g)
+        active &= (jnp.abs(error) > threshold) & has_g
         if m is None:
-            active &= p.ok
+            active &= has_p
         if same_sign:
-            active &= ~p.ok | (jnp.sign(after) == jnp.sign(first_error))
-        swap = active & p.ok
-        pair = jnp.where(swap[None], jnp.stack([g.index, p.index]), inputs)
-        return _Carry(
-            cycle=t + 1,
-            error=jnp.where(swap, after, error),
-            active=active,
-            grow=_without(grow, g),
-            prune=_without(prune, p),
-            swapped=jax.lax.dynamic_update_slice_in_dim(swapped, pair[:, None], t, axis=1),
-        )
+            active &= ~has_p | (jnp.sign(after) == jnp.sign(first_error))
+        swap = active & has_p
+        pair = jnp.where(swap[None], jnp.stack([g, p]), inputs)
+        swapped = jax.lax.dynamic_update_slice_in_dim(swapped, pair[:, None], t, axis=1)
+        return _Carry(t + 1, jnp.where(swap, after, error), active, grow, prune, swapped)
 
     start = _Carry(
         cycle=jnp.int32(0),
         error=first_error,
         active=jnp.ones(outputs, bool),
-        grow=_candidates(grow_keys, chunk),
-        prune=_candidates(prune_keys, m or chunk, tournament=m is None),
+        grow=_queue(grow_keys),
+        prune=None if m else _queue(prune_keys),
         swapped=jnp.full((2, cycles, outputs), inputs, jnp.int32),
     )
     end = jax.lax.while_loop(lambda carry: (carry.cycle < cycles) & jnp.any(carry.active), cycle, start)

@@ -104,7 +104,9 @@ def main(settings: Settings) -> None:
     vectors = (statistics.input_sum, statistics.variance, statistics.input_norm)
     sums, variance, norms = (torch.from_numpy(np.array(f(stats))) for f in vectors)
 
-    print(f"{shape[0]} x {shape[1]} float32, jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"{shape[0]} x {shape[1]} float32, jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
     print(f"  {'':<34}{'ours':>13} {'torch':>13} {'ratio':>8}    goal")
     k = masks.count(settings.inputs, settings.sparsity)
     half = jax.jit(lambda W, stats: masks.unstructured(wanda(W, stats), settings.sparsity))

@@ -1,0 +1,362 @@
+"""DSnoT and R^2-DSnoT: an oracle that looks at one output after another, the released pointers, goldens, edge cases, bad input."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commjax.pruning import masks, regrow, scores, statistics
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["dsnot"]
+
+
+def oracle(mask, M, G, P, *, m=None, cycles=50, threshold=0.1, same_sign=False):
+    """DSnoT with contributions M, grow scores G and prune scores P, [in, out]."""
+    mask = np.array(mask)
+    for k in range(mask.shape[1]):
+        can_grow, can_prune = ~mask[:, k], mask[:, k].copy()
+        error = first = M[can_grow, k].sum()
+        for _ in range(cycles):
+            s = 1 if error > 0 else -1
+            gain = np.where(can_grow, s * G[:, k], 0)
+            g = int(np.argmax(gain))
+            if not abs(error) > threshold or not gain[g] > 0:
+                break
+            can_grow[g] = False
+            allowed = can_prune & (s * M[:, k] < 0 if m is None else np.arange(len(M)) // m == g // m)
+            if not allowed.any():
+                if m is None:
+                    break
+                continue
+            p = int(np.argmin(np.where(allowed, P[:, k], np.inf)))
+            after = error + M[p, k] - M[g, k]
+            if same_sign and np.sign(after) != np.sign(first):
+                break
+            can_prune[p], mask[g, k], mask[p, k], error = False, True, False, after
+    return mask
+
+
+def released(pruned, M, G, wanda, cycles=50, threshold=0.1, same_sign=False):
+    """The released code's lists and pointers, on [out, in]; True where pruned."""
+    pruned, rows, inputs = pruned.copy(), np.arange(len(M)), M.shape[1]
+    grow_list = np.argsort(np.where(pruned, G, 0), axis=1, kind="stable")
+    prune_list = []
+    for k in rows:
+        order = [j for j in np.argsort(wanda[k], kind="stable") if not pruned[k, j]]
+        prune_list.append([j for j in order if M[k, j] < 0] + [j for j in reversed(order) if M[k, j] >= 0])
+    prune_list = np.array(prune_list)
+    error = np.where(pruned, M, 0).sum(1)
+    first, active = np.sign(error), np.ones(len(M), bool)
+    grow_low, grow_high = np.zeros(len(M), int), np.full(len(M), inputs - 1)
+    prune_low, prune_high = np.zeros(len(M), int), np.full(len(M), prune_list.shape[1] - 1)
+    for _ in range(cycles):
+        g = grow_list[rows, np.where(error > 0, grow_high, grow_low)]
+        p = prune_list[rows, np.where(error < 0, prune_high, prune_low)]
+        grow_high, grow_low = grow_high - (error > 0), grow_low + (error <= 0)
+        prune_high, prune_low = prune_high - (error < 0), prune_low + (error >= 0)
+        after = error + M[rows, p] - M[rows, g]
+        active &= abs(error) > threshold
+        if same_sign:
+            active &= np.sign(after) == first
+        pruned[rows[active], p[active]], pruned[rows[active], g[active]] = True, False
+        error = np.where(active, after, error)
+    return pruned
+
+
+def layer(inputs, outputs, seed=0, dtype=np.float64, shift=0.3):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((3, 8, inputs)) * rng.uniform(0.2, 2, inputs) + shift * rng.standard_normal(inputs)
+    W = jnp.array(rng.standard_normal((inputs, outputs)).astype(dtype))
+    return W, statistics.of(jnp.array(x.astype(dtype)))
+
+
+def inputs_of(W, stats, power=1.0):
+    """M, G, P of DSnoT in NumPy"""
+    sums, var, norms = (
+        np.asarray(f(stats)) for f in (statistics.input_sum, statistics.variance, statistics.input_norm)
+    )
+    M = np.asarray(W) * sums[:, None]
+    return M, M / var[:, None] ** np.float32(power), np.abs(W) * norms[:, None]
+
+
+def first_mask(W, stats, pattern, sparsity=0.6):
+    S = scores.wanda()(W, stats)
+    return masks.unstructured(S, sparsity) if pattern is None else masks.n_m(S, *pattern)
+
+
+def check(W, mask, found, expected):
+    pruned, new = found
+    assert np.array_equal(new, expected)
+    assert np.array_equal(pruned, np.where(expected, W, 0)) and pruned.dtype == W.dtype
+    assert np.array_equal(new.sum(0), mask.sum(0))
+
+
+@pytest.mark.parametrize("inputs", [4, 20, 64])
+@pytest.mark.parametrize("pattern", [None, (2, 4), (1, 4), (3, 4)])
+@pytest.mark.parametrize("same_sign", [False, True])
+def test_dsnot_is_the_oracle_also_when_candidates_run_out(inputs, pattern, same_sign):
+    W, stats = layer(inputs, 24, inputs)
+    mask = first_mask(W, stats, pattern)
+    expected = oracle(mask, *inputs_of(W, stats), m=pattern and pattern[1], same_sign=same_sign)
+    check(W, mask, regrow.dsnot(W, mask, stats, pattern=pattern, same_sign=same_sign), expected)
+    assert same_sign or not np.array_equal(expected, mask)
+
+
+@pytest.mark.parametrize("same_sign", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dsnot_is_the_released_loop_bit_for_bit_where_that_does_not_overrun(same_sign, dtype):
+    W, stats = layer(512, 32, 1, dtype)
+    mask = first_mask(W, stats, None)
+    M, G, P = (np.asarray(a).T for a in inputs_of(W, stats))
+    expected = ~released(~np.asarray(mask).T, M, G, P, same_sign=same_sign).T
+    check(W, mask, regrow.dsnot(W, mask, stats, same_sign=same_sign), expected)
+
+
+def test_the_sign_rule_is_off_by_default_but_on_for_patterns_as_released():
+    W, stats = layer(64, 24, 2)
+    for pattern, default in ((None, False), ((2, 4), True)):
+        mask = first_mask(W, stats, pattern)
+        found = {s: regrow.dsnot(W, mask, stats, pattern=pattern, same_sign=s)[1] for s in (None, False, True)}
+        assert np.array_equal(found[None], found[default]) and not np.array_equal(found[None], found[not default])
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 1000), st.sampled_from([1, 7]), st.sampled_from([0.0, 0.5, 20.0]), st.sampled_from([0.0, 0.5, 2.0])
+)
+def test_cycles_threshold_and_power_are_obeyed(seed, cycles, threshold, power):
+    W, stats = layer(20, 24, seed)
+    mask = first_mask(W, stats, None)
+    expected = oracle(mask, *inputs_of(W, stats, power), cycles=cycles, threshold=threshold)
+    check(W, mask, regrow.dsnot(W, mask, stats, cycles=cycles, threshold=threshold, power=power), expected)
+
+
+def test_prune_scores_may_be_given_and_are_wandas_otherwise():
+    W, stats = layer(64, 24, 3)
+    mask = masks.unstructured(jnp.abs(W), 0.5)
+    M, G, P = inputs_of(W, stats)
+    check(W, mask, regrow.dsnot(W, mask, stats), oracle(mask, M, G, P))
+    given = np.random.default_rng(0).permutation(W.size).reshape(W.shape).astype(float)  # one of them is 0
+    check(W, mask, regrow.dsnot(W, mask, stats, prune=jnp.array(given)), oracle(mask, M, G, given))
+    check(
+        W,
+        mask,
+        regrow.dsnot(W, mask, stats, prune=jnp.array(given), pattern=(2, 4)),
+        oracle(mask, M, G, given, m=4, same_sign=True),
+    )
+
+
+def test_under_the_sign_rule_no_output_is_worse_off_and_without_it_the_sum_is_smaller_still():
+    W, stats = layer(64, 24, 4)
+    mask = first_mask(W, stats, None)
+    M = inputs_of(W, stats)[0]
+
+    def error(mask):
+        return np.abs(np.where(mask, 0, M).sum(0))
+
+    careful, free = (error(regrow.dsnot(W, mask, stats, same_sign=s)[1]) for s in (True, False))
+    assert np.all(careful <= error(mask)) and careful.sum() < 0.5 * error(mask).sum()
+    assert free.sum() < careful.sum()
+
+
+# Edge cases.
+
+
+def test_a_dead_channel_is_never_grown_and_a_constant_one_first():
+    W, stats = layer(16, 6, 5)
+    x = np.random.default_rng(0).standard_normal((2, 8, 16))
+    x[..., 3], x[..., 7] = 0, 2.0
+    stats = statistics.of(jnp.array(x))
+    assert statistics.variance(stats)[3] == 0 == statistics.variance(stats)[7]
+    mask = masks.unstructured(jnp.abs(W).at[3].set(0).at[7].set(0), 0.5)  # both are pruned everywhere
+    new = regrow.dsnot(W, mask, stats, cycles=1, threshold=0.0)[1]
+    error = np.where(mask, 0, W * statistics.input_sum(stats)[:, None]).sum(0)
+    swapped = np.any(new != mask, axis=0)
+    helps = np.asarray(error * W[7] > 0)
+    assert not np.any(new[3]) and np.any(helps & swapped)
+    assert np.array_equal(new[7], helps & swapped)
+
+
+def test_an_output_of_zeros_and_inputs_without_mean_stay_as_they_are():
+    W, stats = layer(16, 3, 6)
+    mask = masks.unstructured(jnp.abs(W), 0.5)
+    zero = W.at[:, 1].set(0)
+    for threshold in (0.0, 0.1):
+        assert np.array_equal(regrow.dsnot(zero, mask, stats, threshold=threshold)[1][:, 1], mask[:, 1])
+    x = np.random.default_rng(1).standard_normal((2, 4, 16))
+    centred = statistics.of(jnp.array(np.concatenate([x, -x], axis=1)))
+    pruned, new = regrow.dsnot(W, mask, centred)
+    assert np.array_equal(new, mask) and np.all(np.isfinite(pruned))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_nothing_to_grow_or_nothing_to_prune_changes_nothing(full):
+    W, stats = layer(9, 4, 7)
+    mask = jnp.full(W.shape, full)
+    for method in (regrow.dsnot, regrow.r2_dsnot):
+        pruned, new = method(W, mask, stats)
+        assert np.array_equal(new, mask) and np.array_equal(pruned, W if full else jnp.zeros_like(W))
+
+
+def test_equal_candidates_are_taken_in_the_order_of_inputs():
+    W, stats = (
+        jnp.array([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]),
+        statistics.of(jnp.array([[1.0] * 6, [3.0] * 6])),
+    )
+    mask = jnp.array([[False], [False], [False], [True], [True], [True]])
+    one, two = (regrow.dsnot(W, mask, stats, cycles=c, threshold=0.0)[1][:, 0].tolist() for c in (1, 2))
+    assert one == [True, False, False, False, True, True]  # the error goes from 12 to 4,
+    assert two == [True, True, False, False, False, True]  # then to -4
+
+
+def test_half_precision_weights_come_back_as_they_were():
+    W, stats = layer(32, 6, 8, np.float32)
+    half = W.astype(jnp.bfloat16)
+    mask = first_mask(half, stats, None)
+    pruned, new = regrow.dsnot(half, mask, stats)
+    assert pruned.dtype == jnp.bfloat16
+    assert np.array_equal(new, regrow.dsnot(half.astype(jnp.float32), mask, stats)[1])
+
+
+def test_regrowing_runs_under_jit():
+    W, stats = layer(64, 24, 9)
+    mask = first_mask(W, stats, None)
+    assert np.array_equal(jax.jit(regrow.dsnot)(W, mask, stats)[1], regrow.dsnot(W, mask, stats)[1])
+
+
+# Goldens and R^2-DSnoT.
+
+
+def golden_layer():
+    """The golden output beside one of kept weights that makes the l1 norms of the inputs what the golden says."""
+    w, keep = np.array(GOLDEN["w"]), np.array(GOLDEN["keep"], bool)
+    other = np.array(GOLDEN["col_l1"]) - np.abs(w) * keep
+    one = jnp.ones((), jnp.int32)
+
+    def total(a):
+        return statistics.Sum(jnp.array(a), jnp.zeros(len(w)))
+
+    squares = np.array(GOLDEN["normX"]) ** 2
+    stats = statistics.Statistics(one, one, total(GOLDEN["EX"]), total(squares), total(GOLDEN["VarX"]), None, None)
+    return jnp.array(np.stack([w, other], axis=1)), jnp.array(np.stack([keep, np.ones(6, bool)], axis=1)), stats
+
+
+@pytest.mark.parametrize("name, method", [("DSnoT", regrow.dsnot), ("R2", regrow.r2_dsnot)])
+def test_the_golden_swap(name, method):
+    W, mask, stats = golden_layer()
+    options = {} if name == "DSnoT" else {"relative_grow": True, "relative_prune": True, "alpha": 0.5}
+    new = np.asarray(method(W, mask, stats, cycles=1, **options)[1])
+    golden = GOLDEN[name]
+    expected = np.array(mask)
+    expected[golden["grow"], 0], expected[golden["prune"], 0] = True, False
+    assert np.array_equal(new, expected)
+
+
+def r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, power):
+    """M, G, P of R^2-DSnoT in NumPy, entry by entry."""
+    W, mask = np.asarray(W, float), np.asarray(mask)
+    mean, var, norms, sums = (
+        np.asarray(f(stats), float)
+        for f in (statistics.mean, statistics.variance, statistics.input_norm, statistics.input_sum)
+    )
+    kept = W * mask
+    G, P = np.zeros_like(W), np.zeros_like(W)
+    for j, k in np.ndindex(W.shape):
+        ins, outs = np.abs(kept[j]).sum(), np.abs(kept[:, k]).sum()
+        D = (1 / ins if ins else 0) + (1 / outs if outs else 0)
+        toggled = kept[:, k].copy()
+        toggled[j] = 0 if mask[j, k] else W[j, k]
+        R = np.linalg.norm({"out": kept[:, k], "in": kept[j], "toggled": toggled}[regularizer], p)
+        g = (1 if literal else W[j, k]) * mean[j] / var[j] ** power * (D if relative_grow else 1)
+        G[j, k] = g + np.sign(g) * gammas[0] * R
+        P[j, k] = abs(W[j, k]) * norms[j] ** alpha * (D if relative_prune else 1) + gammas[1] * R
+    return W * sums[:, None], G, P
+
+
+@settings(max_examples=20)
+@given(
+    st.booleans(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.0, 0.05), (0.3, 0.2)]),
+    st.sampled_from([1.0, 2.0, math.inf]), st.sampled_from(["out", "in", "toggled"]), st.booleans(),
+    st.sampled_from([None, (2, 4)]), st.integers(0, 3),
+)  # fmt: skip
+def test_r2_dsnot_is_the_oracle_with_its_scores(
+    relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, pattern, seed
+):
+    W, stats = layer(16, 6, seed)
+    mask = first_mask(W, stats, pattern)
+    mask = mask & (jnp.arange(16) != 5)[:, None] if pattern is None else mask  # an input that is pruned everywhere
+    M, G, P = r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, 1.0)
+    expected = oracle(mask, M, G, P, m=pattern and 4, same_sign=pattern is not None)
+    found = regrow.r2_dsnot(
+        W, mask, stats, relative_grow=relative_grow, relative_prune=relative_prune, alpha=alpha, gamma_grow=gammas[0],
+        gamma_prune=gammas[1], p=p, regularizer=regularizer, literal=literal, pattern=pattern,
+    )  # fmt: skip
+    check(W, mask, found, expected)
+
+
+def test_without_its_options_r2_dsnot_is_dsnot():
+    W, stats = layer(64, 24, 11)
+    for pattern in (None, (2, 4)):
+        mask = first_mask(W, stats, pattern)
+        plain = regrow.r2_dsnot(W, mask, stats, relative_grow=False, relative_prune=False, alpha=1.0, pattern=pattern)
+        assert np.array_equal(plain[1], regrow.dsnot(W, mask, stats, pattern=pattern)[1])
+
+
+def test_the_printed_regulariser_changes_nothing_and_the_others_do():
+    W, stats = layer(64, 24, 12)
+    mask = first_mask(W, stats, None)
+
+    def run(gamma, regularizer):
+        return regrow.r2_dsnot(W, mask, stats, gamma_grow=gamma, gamma_prune=gamma, regularizer=regularizer)[1]
+
+    none = run(0.0, "out")
+    assert np.array_equal(run(0.5, "out"), none)
+    assert not np.array_equal(run(0.5, "in"), none) and not np.array_equal(run(0.5, "toggled"), none)
+
+
+def test_the_toggled_norm_of_the_largest_weights_is_right_also_among_equals():
+    W = jnp.array([[3.0, 3.0], [-3.0, 1.0], [2.0, 5.0], [1.0, 0.5]])
+    mask = jnp.array([[True, True], [True, True], [False, False], [False, True]])
+    R = regrow._regularizer(W, mask, jnp.where(mask, W, 0), math.inf, "toggled")
+    assert R.tolist() == [[3.0, 1.0], [3.0, 3.0], [3.0, 5.0], [3.0, 3.0]]
+
+
+def test_d_is_frozen_at_the_first_mask_and_ignores_norms_of_zero():
+    """W4: an input that is pruned everywhere has no relative importance of its own, and no infinite one."""
+    W, stats = layer(16, 6, 13)
+    mask = first_mask(W, stats, None).at[2].set(False)
+    pruned, new = regrow.r2_dsnot(W, mask, stats, relative_grow=True, relative_prune=True)
+    assert np.all(np.isfinite(pruned)) and np.array_equal(new.sum(0), mask.sum(0))
+
+
+W0, STATS0 = layer(8, 3, 14)
+MASK0 = first_mask(W0, STATS0, None)
+BAD = {
+    "mask": (lambda: regrow.dsnot(W0, MASK0[:4], STATS0), r"mask has shape \(4, 3\); allowed: that of W, \(8, 3\)"),
+    "statistics": (lambda: regrow.dsnot(W0[:4], MASK0[:4], STATS0), "stats has 8 inputs; allowed: the 4 of W"),
+    "prune": (lambda: regrow.dsnot(W0, MASK0, STATS0, prune=W0[:2]), r"prune has shape \(2, 3\)"),
+    "pattern n > m": (lambda: regrow.dsnot(W0, MASK0, STATS0, pattern=(5, 4)), "n=5; allowed"),
+    "pattern m": (
+        lambda: regrow.r2_dsnot(W0, MASK0, STATS0, pattern=(2, 3)),
+        "m=3; allowed: a divisor of the 8 inputs",
+    ),
+    "cycles": (lambda: regrow.dsnot(W0, MASK0, STATS0, cycles=0), "cycles=0; allowed: at least 1"),
+    "threshold": (lambda: regrow.dsnot(W0, MASK0, STATS0, threshold=-1.0), r"threshold=-1\.0; allowed"),
+    "power": (lambda: regrow.dsnot(W0, MASK0, STATS0, power=math.inf), "power=inf; allowed"),
+    "alpha": (lambda: regrow.r2_dsnot(W0, MASK0, STATS0, alpha=-1.0), r"alpha=-1\.0; allowed"),
+    "gamma_grow": (lambda: regrow.r2_dsnot(W0, MASK0, STATS0, gamma_grow=-1.0), r"gamma_grow=-1\.0; allowed"),
+    "gamma_prune": (lambda: regrow.r2_dsnot(W0, MASK0, STATS0, gamma_prune=math.nan), "gamma_prune=nan; allowed"),
+    "p": (lambda: regrow.r2_dsnot(W0, MASK0, STATS0, p=0.5), r"p=0\.5; allowed: at least 1"),
+}
+
+
+@pytest.mark.parametrize("call, message", BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
