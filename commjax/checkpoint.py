@@ -121,7 +121,10 @@ def load(
         )
     for name, value in (identity or {}).items():
         if stored.get(name) != value:
-            raise CheckpointError(f"{path} belongs to another run: {name} is {stored.get(name)} there, {value} here")
+            there, here = (
+                text if len(text) <= 200 else f"{text[:200]}..." for text in (str(stored.get(name)), str(value))
+            )
+            raise CheckpointError(f"{path} belongs to another run: {name} is {there} there, {here} here")
     leaves = []
     for name, leaf in _leaves(like).items():
         array = np.frombuffer(raw[name], jnp.asarray(leaf).dtype).reshape(jnp.shape(leaf))

@@ -54,7 +54,7 @@ class Settings:
     gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
     most_local: int = 15  # K from 1 to this
     rounds: int = 40  # global rounds, at most
-    localgd: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 1.0)  # LocalGD's stepsizes, beside theory's 1/L_max
+    localgd: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # LocalGD's stepsizes, beside theory's 1/L_max
     seeds: int = 5  # cohorts
     # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
     absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
