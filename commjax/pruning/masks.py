@@ -21,6 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 Group = Literal["output", "input", "layer"]
@@ -84,7 +85,7 @@ def _check(scores: Scores) -> None:
     """Only outside jit, where there are numbers to look at."""
     if 0 in scores.shape:
         raise ValueError(f"scores has shape {scores.shape}; allowed: at least one input and one output")
-    if not isinstance(scores, jax.core.Tracer) and not _ordered(scores):
+    if not isinstance(scores, Tracer) and not _ordered(scores):
         bad = int(jnp.sum(~(scores >= 0)))
         raise ValueError(f"scores has {bad} values that are NaN or negative; allowed: numbers from 0 on")
 
@@ -132,7 +133,7 @@ def _in_blocks(search, keys, along):
 def _position(shape: tuple[int, ...], over: tuple[int, ...]) -> Int[Array, "i o"]:
     """The position of an entry in its group."""
     i, o = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    return {(0,): i, (1,): o}.get(over, i * shape[1] + o)
+    return i * shape[1] + o if len(over) == 2 else (i, o)[over[0]]
 
 
 def _threshold(keys, *, k, over, value_of_next):

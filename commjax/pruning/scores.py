@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from commjax.base import Key
@@ -102,11 +103,7 @@ def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
 
 def activations() -> Term:
     """|X_:j|_2 on the in side, |Y_:k|_2 on the out side, over sqrt(samples)."""
-
-    def term(w, stats, key, axis):
-        return _norms_of_inputs(w, stats) if axis == "in" else _norms_of_outputs(w, stats)
-
-    return term
+    return lambda w, stats, key, axis: _of_activations(w, stats, axis)
 
 
 def given(norms: Vector) -> Term:
@@ -155,16 +152,10 @@ def _of_length(vector, w, axis, name):
     return vector.astype(w.dtype)
 
 
-def _norms_of_inputs(w, stats):
+def _of_activations(w, stats, axis):
     if stats is None:
         raise ValueError("stats=None; allowed: Statistics, because this score needs activations")
-    return _of_length(input_norm(stats), w, "in", "stats")
-
-
-def _norms_of_outputs(w, stats):
-    if stats is None:
-        raise ValueError("stats=None; allowed: Statistics, because this score needs activations")
-    return _of_length(output_norm(stats), w, "out", "stats")
+    return _of_length((input_norm if axis == "in" else output_norm)(stats), w, axis, "stats")
 
 
 def _power(a, alpha):
@@ -196,7 +187,7 @@ def score(
         if out_term is not None:
             norms.append(out_term(w, stats, key_out, "out")[None, :])
         S = join(w, *norms) if norms else w
-        return S * _power(_norms_of_inputs(w, stats), alpha)[:, None] if alpha else S
+        return S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
 
     def apply(W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
         if 0 in W.shape:
@@ -215,7 +206,7 @@ def _finite(a):
 
 def _check_finite(S: Any, **causes: Any) -> None:
     """Only outside jit, where there are numbers to look at."""
-    if isinstance(S, jax.core.Tracer) or _finite(S):
+    if isinstance(S, Tracer) or _finite(S):
         return
     for name, tree in causes.items():
         for leaf in jax.tree.leaves(tree):

@@ -95,7 +95,7 @@ def _of(x, y, gram):
     y = None if y is None else y.reshape(-1, tokens, y.shape[-1])
 
     def one(total, sample):
-        x, y = (None if a is None else a.astype(dtype) for a in sample)
+        x, y = sample[0].astype(dtype), None if sample[1] is None else sample[1].astype(dtype)
         sums = jnp.sum(x, axis=0)
         deviation = x - (sums / tokens)[None]
         new = Statistics(

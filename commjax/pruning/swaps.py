@@ -129,17 +129,19 @@ def swaps(
     def at(index):
         return jnp.take_along_axis(contribution, index[None], axis=0, mode="clip")[0]
 
-    def least_of_group(chunk, already):
-        rows, place = _chunk(prune_keys, chunk), _iota((m, outputs)) + (chunk * m)[None]
+    def least_of_group(g, already):
+        size = prune_keys.shape[1]
+        chunk = g // size
+        rows, place = _chunk(prune_keys, chunk), _iota((size, outputs)) + (chunk * size)[None]
         rows = jnp.where(jnp.any(place[None] == already[:, None], axis=0), 0, rows)
         most = jnp.max(rows, axis=0)
-        return most > 0, chunk * m + _first(rows == most[None])
+        return most > 0, chunk * size + _first(rows == most[None])
 
     def cycle(carry):
         t, error, active, grow, prune, swapped = carry
         has_g, g, grow = _take(grow_keys, grow, error > 0)
         if prune is None:
-            has_p, p = least_of_group(g // m, swapped[1])
+            has_p, p = least_of_group(g, swapped[1])
         else:
             has_p, p, prune = _take(prune_keys, prune, error > 0)
         after = error + at(p) - at(g)

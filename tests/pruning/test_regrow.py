@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def released(pruned, M, G, wanda, cycles=50, threshold=0.1, same_sign=False):
     return pruned
 
 
-def layer(inputs, outputs, seed=0, dtype=np.float64, shift=0.3):
+def layer(inputs, outputs, seed=0, dtype: Any = np.float64, shift=0.3):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((3, 8, inputs)) * rng.uniform(0.2, 2, inputs) + shift * rng.standard_normal(inputs)
     W = jnp.array(rng.standard_normal((inputs, outputs)).astype(dtype))

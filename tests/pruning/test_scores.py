@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ NAMED = {
     "stochria tau=2": scores.score(*sampled_norms()),
     "general_diag A,B": scores.general_diagonal(A, B),
 }
-GROUPS = {"layer": "keep_per_layer", "input": "keep_per_input_row", "output": "keep_per_output_column"}
+GROUPS: dict[Any, str] = {"layer": "keep_per_layer", "input": "keep_per_input_row", "output": "keep_per_output_column"}
 
 
 def test_every_golden_score_has_a_name():
@@ -74,7 +75,7 @@ def test_any_two_matrices_give_the_score_of_their_norms():
     np.testing.assert_allclose(scores.general(X, Y, scores.root)(W), scores.symwanda(scores.root)(W, STATS), rtol=1e-14)
 
 
-def random(seed, shape, dtype=np.float32):
+def random(seed, shape, dtype: Any = np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
