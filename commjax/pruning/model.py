@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from commjax.llm.base import Hidden, Layers, Model, Params
-from commjax.pruning import masks, recipe, reconstruct, scores, statistics
+from commjax.pruning import masks, reconstruct, scores, statistics
+from commjax.pruning import recipe as recipes
 from commjax.pruning.recipe import Recipe
 from commjax.pruning.scores import Score
 from commjax.pruning.statistics import Statistics
@@ -26,6 +27,7 @@ _ERROR_TOKENS = 1024
 
 Windows = Int[np.ndarray, "n t"]
 Activations = Float[Array, "t i"]
+Batches = list[Float[Array, "_ t d"]]  # the last may be smaller
 
 
 class Layer(NamedTuple):
@@ -56,6 +58,7 @@ def prune(
     >>> layers[0].name, layers[0].sparsity, float(jnp.mean(pruned.blocks[0]["mlp.up_proj"]["kernel"] == 0))
     ('self_attn.q_proj', 0.5, 0.5)
     """
+    recipes.check(recipe, model)
     check_windows(model, windows, batch_size)
     sparsities = sparsity_of_blocks(model, params.outer, params.blocks, windows, recipe, batch_size)
     hidden = embed(model, params.outer, windows, batch_size)
@@ -77,13 +80,13 @@ def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
         raise ValueError(f"windows has tokens {windows.min()}..{windows.max()}; allowed: 0..{config.vocab_size - 1}")
 
 
-def embed(model: Model, outer: Layers, windows: Windows, batch_size: int) -> list[Hidden]:
+def embed(model: Model, outer: Layers, windows: Windows, batch_size: int) -> Batches:
     """What enters the first block, in batches."""
     parts = range(0, len(windows), batch_size)
     return [_embed(model.embed, outer, jnp.asarray(windows[i : i + batch_size], jnp.int32)) for i in parts]
 
 
-def advance(model: Model, block: Layers, hidden: list[Hidden]) -> None:
+def advance(model: Model, block: Layers, hidden: Batches) -> None:
     """hidden <- what leaves the block, in place: there is one copy of the activations."""
     for i, h in enumerate(hidden):
         hidden[i] = _advance(model.block, block, h)
@@ -92,7 +95,7 @@ def advance(model: Model, block: Layers, hidden: list[Hidden]) -> None:
 def pruned_blocks(
     model: Model,
     blocks: Iterable[Layers],
-    hidden: list[Hidden],
+    hidden: Batches,
     how: Recipe,
     sparsities: np.ndarray,
     first: int = 0,
@@ -102,7 +105,7 @@ def pruned_blocks(
 
     `blocks` is read once, a block at a time.  `told(layers done, the last one)` hears of progress.
     """
-    score, outputs = recipe.check(how, model)
+    score, outputs = recipes.check(how, model)
     for number, block in enumerate(blocks, first):
         calibrated = calibrate(model, block, hidden, outputs)
         layers = []
@@ -121,13 +124,13 @@ def pruned_blocks(
 
 def _prune(how: Recipe, score: Score, name: str, W, stats: Statistics, sparsity: float, key):
     S = score(W, stats, key)
-    mask = recipe.keep(how, S, sparsity)
+    mask = recipes.keep(how, S, sparsity)
     if how.regrow is not None and name.startswith(how.regrow_layers):
-        return recipe.swap(how, W, mask, stats, S)
+        return recipes.swap(how, W, mask, stats, S)
     return jnp.where(mask, W, 0)
 
 
-def calibrate(model: Model, block: Layers, hidden: list[Hidden], outputs: bool = False) -> dict[str, Calibration]:
+def calibrate(model: Model, block: Layers, hidden: Batches, outputs: bool = False) -> dict[str, Calibration]:
     """What enters each linear layer of a dense block, over all batches; with `outputs`, the norms of what leaves them too."""
     tokens = sum(h.shape[0] * h.shape[1] for h in hidden)
     every = -(-tokens // _ERROR_TOKENS)
