@@ -1,6 +1,7 @@
 """Small random models, their folders and calibration windows, for the tests of streaming, command line and zero-shot."""
 
 import hashlib
+import struct
 from pathlib import Path
 
 import jax
@@ -46,3 +47,10 @@ def kernels(params: llm.Params, model: llm.Model) -> dict[tuple[int, str], np.nd
     """(block, layer) -> its weights."""
     linear = [(i, name) for i in range(len(params.blocks)) for name in model.linear]
     return {(i, name): np.asarray(params.blocks[i][name]["kernel"], np.float64) for i, name in linear}
+
+
+def tokenizer(path: Path) -> Path:
+    """A llama2.c tokenizer of 259 tokens: bytes only."""
+    pieces = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
+    path.write_bytes(struct.pack("<i", 6) + b"".join(struct.pack("<fi", 0, len(one)) + one for one in pieces))
+    return path

@@ -1,0 +1,6 @@
+"""`python -m commjax` is the command line."""
+
+from commjax.cli import main
+
+if __name__ == "__main__":
+    main()

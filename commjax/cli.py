@@ -1,0 +1,207 @@
+"""The command line: `commjax prune` and `commjax perplexity`, faces of functions that a notebook calls.
+
+    commjax prune --model DIR --method ria --alpha 0.5 --sparsity 0.5 --group output --calibration FILE --out DIR
+    commjax perplexity --model DIR --text FILE
+
+In Python: `texts.calibration`, `stream.prune_folder`, `texts.losses`.  A model is a folder of Hugging Face, or a `.bin` file of
+llama2.c with its tokenizer.
+"""
+
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from commjax.llm import export, llama2c, perplexity, texts
+from commjax.pruning import regrow as regrowing
+from commjax.pruning import scores, stream
+from commjax.pruning.masks import Group
+from commjax.pruning.model import Layer
+from commjax.pruning.recipe import Choice, Recipe, choose
+
+# The methods' names, and the functions of the same options.
+_SCORES: dict[str, Callable[..., Any]] = {
+    "magnitude": scores.magnitude,
+    "wanda": scores.wanda,
+    "owanda": scores.owanda,
+    "symwanda": scores.symwanda,
+    "symmetric": scores.symmetric,
+    "ri": scores.ri,
+    "ria": scores.ria,
+    "stochria": scores.stoch_ria,
+}
+Method = Literal["magnitude", "wanda", "owanda", "symwanda", "symmetric", "ri", "ria", "stochria"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program; errors are one line on stderr."""
+    try:
+        import rich  # noqa: F401
+        import tyro
+    except ImportError as error:
+        sys.exit(f"commjax: the command line needs tyro and rich: pip install 'commjax[experiments]' ({error})")
+    commands = {"prune": prune, "perplexity": perplexity_of}
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands, prog="commjax", description="Post-training pruning of language models.", args=arguments
+        )
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"commjax: {error}")
+
+
+def prune(
+    *,
+    model: Path,
+    calibration: Path,
+    out: Path,
+    method: Method = "ria",
+    alpha: float | None = None,
+    p: float | None = None,
+    beta: float | None = None,
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    group: Group = "output",
+    spread: float | None = None,
+    regrow: Literal["dsnot", "r2dsnot"] | None = None,
+    cycles: int = 50,
+    threshold: float = 0.1,
+    regrow_mlp: bool = False,
+    samples: int = 128,
+    window: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    tokenizer: Path | None = None,
+) -> None:
+    """Prune a model without training, block by block, into a new folder that transformers loads.
+
+    A run that was killed is called again with the same arguments and goes on where it was.
+
+    Args:
+        model: Folder with config.json and safetensors, or a .bin file of llama2.c.
+        calibration: Text to calibrate on: plain, .json (list of texts) or .jsonl ("text"), also packed (.xz, .gz, .bz2).
+        out: New folder.
+        method: Score; the weights of least score are pruned.
+        alpha: Power of the activations' norms (wanda, ria, stochria).
+        p: Norm of the weights, 0, 1, 2, ..., inf (ria).
+        beta: Share of entries sampled for the norms (stochria).
+        sparsity: Share of weights pruned; 0.5 unless there is a pattern.
+        pattern: N:M, N kept of every M inputs, as 2:4.
+        group: Weights compete within an output, an input or the layer.
+        spread: OWL: sparsities of blocks differ by twice this at most.
+        regrow: Swap weights back after pruning.
+        cycles: Most swaps of an output.
+        threshold: Expected error at which an output is done.
+        regrow_mlp: Swap in the MLP too, which the released DSnoT leaves alone.
+        samples: Calibration windows.
+        window: Tokens of a window; by default what the model reads, 2048 at most.
+        seed: Of the windows, and of a score that samples.
+        batch_size: Windows at a time.
+        tokenizer: For a .bin model; by default tok<vocabulary>.bin or tokenizer.bin beside it.
+    """
+    recipe = Recipe(
+        sparsity=0.5 if sparsity is None and pattern is None else sparsity,
+        pattern=None if pattern is None else pattern_of(pattern),
+        score=score_of(method, alpha=alpha, p=p, beta=beta),
+        group=group,
+        spread=spread,
+        regrow=regrow_of(regrow, cycles=cycles, threshold=threshold),
+        regrow_layers=("",) if regrow_mlp else Recipe().regrow_layers,
+        seed=seed,
+    )
+    export.refuse_existing(out)
+    with model_folder(model, tokenizer) as folder:
+        windows = texts.calibration(folder, calibration, samples=samples, length=window, seed=seed)
+        layers = stream.prune_folder(folder, out, windows, recipe, batch_size=batch_size)
+    show(layers)
+    print(f"written to {out}")
+
+
+def perplexity_of(
+    *, model: Path, text: Path, window: int | None = None, batch_size: int = 8, tokenizer: Path | None = None
+) -> None:
+    """Perplexity on a text, as the pruning papers measure it: windows side by side, mean over all predicted tokens.
+
+    Args:
+        model: Folder with config.json and safetensors, or a .bin file of llama2.c.
+        text: Plain text, .json (list of texts) or .jsonl ("text"), also packed (.xz, .gz, .bz2).
+        window: Tokens of a window; by default what the model reads, 2048 at most.
+        batch_size: Windows at a time.
+        tokenizer: For a .bin model; by default tok<vocabulary>.bin or tokenizer.bin beside it.
+    """
+    with model_folder(model, tokenizer) as folder:
+        found = texts.losses(folder, text, length=window, batch_size=batch_size)
+    nats, count = perplexity.nats_per_token(found), int(found.targets.sum())
+    print(f"perplexity {perplexity.perplexity(found):.4f}, {nats:.4f} nats per token, {count} tokens")
+
+
+def score_of(method: str, **options: float | None) -> Choice:
+    """The score of a method's name; options that are None are left at the method's own.
+
+    >>> score_of("ria", alpha=0.5, p=None).options
+    {'alpha': 0.5}
+    """
+    function, given = _SCORES[method], {name: value for name, value in options.items() if value is not None}
+    known = [name for name in inspect.signature(function).parameters if name in options]
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{name}={value} with method {method}; allowed: {', '.join(known) or 'no options'}")
+    return choose(function, **given)
+
+
+def regrow_of(name: str | None, **options: Any) -> Choice | None:
+    """DSnoT or R^2-DSnoT, with the same options."""
+    if name is None:
+        return None
+    return choose(regrowing.dsnot if name == "dsnot" else regrowing.r2_dsnot, **options)
+
+
+def pattern_of(text: str) -> tuple[int, int]:
+    """
+    >>> pattern_of("2:4")
+    (2, 4)
+    """
+    n, colon, m = text.partition(":")
+    if not (colon and n.isdecimal() and m.isdecimal()):
+        raise ValueError(f"pattern={text!r}; allowed: N:M, two whole numbers, as 2:4")
+    return int(n), int(m)
+
+
+@contextmanager
+def model_folder(model: Path, tokenizer: Path | None = None) -> Iterator[Path]:
+    """The folder of a model; that of a llama2.c file is made for the while."""
+    if model.suffix != ".bin":
+        if tokenizer is not None:
+            raise ValueError(f"tokenizer={str(tokenizer)!r}; allowed: with a .bin model only")
+        yield model
+        return
+    vocabulary = llama2c.read(model)[0].config.vocab_size
+    beside = (model.with_name(name) for name in (f"tok{vocabulary}.bin", "tokenizer.bin"))
+    tokenizer = tokenizer or next((path for path in beside if path.is_file()), None)
+    if tokenizer is None:
+        raise ValueError(
+            f"no tokenizer beside {model}; allowed: tok{vocabulary}.bin, tokenizer.bin, or --tokenizer FILE"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        llama2c.to_hugging_face(model, Path(temporary, model.stem), tokenizer)
+        yield Path(temporary, model.stem)
+
+
+def show(layers: Sequence[Layer]) -> None:
+    """The table of sparsities and reconstruction errors, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("block", "layer", title="error: |XW - XW~| / |XW|")
+    table.add_column("sparsity", justify="right")
+    table.add_column("error", justify="right")
+    for layer, after in zip(layers, (*layers[1:], None)):
+        ends = after is None or after.block != layer.block
+        table.add_row(str(layer.block), layer.name, f"{layer.sparsity:.4f}", f"{layer.error:.4f}", end_section=ends)
+    means = (sum(values) / len(layers) for values in zip(*((layer.sparsity, layer.error) for layer in layers)))
+    table.add_row("", "mean", *(f"{mean:.4f}" for mean in means))
+    # A pipe has no width: whole lines there.
+    console = Console()
+    Console(width=None if console.is_terminal else 100).print(table)
