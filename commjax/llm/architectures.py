@@ -4,7 +4,7 @@ import functools
 
 from commjax.llm import llama, opt
 from commjax.llm.base import Model
-from commjax.llm.config import Config
+from commjax.llm.config import Config, check
 
 
 @functools.cache  # one tuple a config, so that jit finds what it compiled for the same functions
@@ -15,4 +15,4 @@ def model(config: Config) -> Model:
     >>> model(config.from_json({"model_type": "opt"})).linear[-1]
     'fc2'
     """
-    return (llama if config.architecture == "llama" else opt).model(config)
+    return (llama if config.architecture == "llama" else opt).model(check(config))

@@ -114,6 +114,10 @@ def check(config: Config) -> Config:
         raise ValueError(
             f"head_dim={config.head_dim}; allowed: hidden_size / num_attention_heads = {config.hidden_size}/{heads}"
         )
+    if config.architecture == "opt" and config.word_embed_proj_dim < 1:
+        raise ValueError(
+            f"word_embed_proj_dim={config.word_embed_proj_dim}; allowed: at least 1, hidden_size by default"
+        )
     return config
 
 

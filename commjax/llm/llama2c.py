@@ -55,8 +55,7 @@ def to_hugging_face(
 
 def _config(path: Path, header: list[int]) -> Config:
     dim, inner, blocks, heads, kv, vocab, length = header
-    sizes = dim, inner, blocks, heads, kv, abs(vocab), length
-    if min(sizes) < 1 or max(sizes) > 2**24 or dim % heads:
+    if min(dim, inner, blocks, heads, kv, abs(vocab), length) < 1 or dim % heads:
         raise ValueError(
             f"{path} begins with {header}; allowed: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len of "
             "llama2.c's version 0, with dim a multiple of n_heads"

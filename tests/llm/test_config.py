@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from commjax import llm
 from commjax.llm import config
 from commjax.llm.config import Config, Rope
 from tests.llm import tiny
@@ -145,7 +146,9 @@ def test_other_models_and_contradictions_are_refused(found, message):
 
 def test_a_config_made_by_hand_is_checked_too():
     with pytest.raises(ValueError, match=r"head_dim=4; allowed: hidden_size / num_attention_heads = 12/6"):
-        config.check(config.from_json(OPT | {"hidden_size": 12, "num_attention_heads": 6})._replace(head_dim=4))
+        llm.model(config.from_json(OPT | {"hidden_size": 12, "num_attention_heads": 6})._replace(head_dim=4))
+    with pytest.raises(ValueError, match=r"word_embed_proj_dim=0; allowed: at least 1, hidden_size by default"):
+        llm.model(config.from_json(OPT)._replace(word_embed_proj_dim=0))
 
 
 def test_errors_of_a_folder_name_the_file(tmp_path):

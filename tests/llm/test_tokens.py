@@ -143,6 +143,7 @@ def test_evaluation_windows_lie_side_by_side():
     windows = tokens.evaluation_windows(range(11), 3)
     assert windows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]] and windows.dtype == np.int32
     assert tokens.evaluation_windows([4, 5], 2).tolist() == [[4, 5]]
+    assert tokens.evaluation_windows([4, 5], 1).tolist() == [[4], [5]]
     with pytest.raises(ValueError, match=r"ids has 2 tokens; allowed: at least one window of length=3"):
         tokens.evaluation_windows([1, 2], 3)
     with pytest.raises(ValueError, match=r"length=0, count=1; allowed: at least 1 each"):
@@ -159,6 +160,7 @@ def test_random_windows_are_those_of_wanda():
     assert tokens.random_windows(ids, 99, 3, seed=0).tolist() == [ids[:99]] * 3
     with pytest.raises(ValueError, match=r"ids has 100 tokens; allowed: more than one window of length=100"):
         tokens.random_windows(ids, 100, 1, seed=0)
+    assert tokens.random_windows(ids, 1, 1, seed=0).shape == (1, 1)
     with pytest.raises(ValueError, match=r"length=7, count=0; allowed"):
         tokens.random_windows(ids, 7, 0, seed=0)
 

@@ -1,0 +1,70 @@
+"""A small Llama that comes with the package, and the text that it was trained on: Python's own help topics.
+
+Trained by `python -m experiments.embedded_llm`, which writes the folder `topics` beside this file: weights, config and
+`training.json` with the losses.  Tokens are ASCII codes.
+"""
+
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from commjax.llm import checkpoints
+from commjax.llm.base import Model, Params
+from commjax.llm.tokens import Tokenizer
+
+FOLDER = Path(str(resources.files("commjax.llm"))) / "topics"
+
+
+class Corpus(NamedTuple):
+    """ids of the text that the model was trained on, and of what it has not seen."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def load() -> tuple[Model, Params]:
+    """The model and its weights, float32.
+
+    >>> model, params = load()
+    >>> model.config.num_hidden_layers, model.config.vocab_size
+    (4, 128)
+    """
+    return checkpoints.load(FOLDER)
+
+
+def tokenizer() -> Tokenizer:
+    """A character is its ASCII code; what is not ASCII is a question mark.
+
+    >>> tokenizer().encode("a b"), tokenizer().decode([97, 98])
+    ([97, 32, 98], 'ab')
+    """
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode("ascii", "replace"))
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode("ascii")
+
+    return Tokenizer(encode, decode)
+
+
+def corpus() -> Corpus:
+    """Help topics of the running Python; a topic is held out if the checksum of its name is a multiple of 8.
+
+    Other versions of Python have slightly other texts.
+
+    >>> train, held_out = corpus()
+    >>> bool(len(train) > 4 * len(held_out) > 40_000)
+    True
+    """
+    from pydoc_data.topics import topics
+
+    parts: tuple[list[str], list[str]] = ([], [])
+    for name in sorted(topics):
+        parts[zlib.crc32(name.encode()) % 8 == 0].append(topics[name])
+    train, held_out = (np.array(tokenizer().encode("\n\n".join(part)), np.int32) for part in parts)
+    return Corpus(train, held_out)
