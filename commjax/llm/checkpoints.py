@@ -165,14 +165,13 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _get(places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors one at a time, each file opened once."""
+    """Tensors one at a time, each file opened anew: an open one keeps in memory every page that was read."""
     from safetensors import safe_open
 
-    for path in sorted({path for path, _ in places.values()}):
+    for name, (path, stored) in sorted(places.items(), key=lambda place: place[1][0]):
         with safe_open(path, "numpy") as file:
-            for name, (where, stored) in places.items():
-                if where == path:
-                    yield name, file.get_tensor(stored)
+            tensor = file.get_tensor(stored)
+        yield name, tensor
 
 
 def _read(checkpoint: Checkpoint, shapes: Shapes, prefixes: Mapping[str, str]) -> Layers:
