@@ -1,0 +1,259 @@
+"""Zero-shot accuracy: of several continuations of a text the model picks the likeliest, as lm-eval scores it.
+
+    score = scorer(*llm.load(folder), tokens.load(folder))
+    accuracy(score, read(path, arc))        local files, without lm-eval
+    template_lm(...)                        the same model for lm-eval's own tasks
+
+Thesis: L2797, table L2825.  The tasks are worded as in lm-eval 0.4.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from commjax.data import download
+from commjax.llm.base import Hidden, Layers, Model, Params
+from commjax.llm.tokens import Tokenizer
+from commjax.pruning.model import advance, embed
+
+# Positions whose logits are held at once.
+_POSITIONS = 512
+_SHORTEST = 32  # tokens; batches are padded to this times a power of two, so that few shapes are compiled
+
+Pair = tuple[list[int], list[int]]  # tokens of a context, tokens that continue it
+Likelihood = tuple[float, bool]  # log p(continuation | context) in nats; is it what greedy decoding gives?
+
+
+class Question(NamedTuple):
+    """Texts, how each continues, and which of them is right."""
+
+    contexts: tuple[str, ...]
+    continuations: tuple[str, ...]
+    lengths: tuple[int, ...]  # in characters, for the normalised accuracy
+    answer: int
+
+
+class Accuracy(NamedTuple):
+    """Shares of questions answered right: by likelihood, and by likelihood per character of the answer."""
+
+    acc: float
+    acc_norm: float
+    count: int
+
+    @property
+    def deviation(self) -> float:
+        """The standard error of acc.
+
+        >>> Accuracy(0.5, 0.5, 101).deviation
+        0.05
+        """
+        return math.sqrt(self.acc * (1 - self.acc) / max(1, self.count - 1))
+
+
+# Local task files, one JSON object a line.
+
+
+def choices(context: str, options: Sequence[str], answer: int) -> Question:
+    """A question whose options follow a space.
+
+    >>> choices("1 + 1 =", ["2", "eleven"], 0).continuations
+    (' 2', ' eleven')
+    """
+    if not 0 <= answer < len(options):
+        raise ValueError(f"answer={answer}; allowed: 0 to {len(options) - 1}, an option")
+    following = tuple(f" {option}" for option in options)
+    return Question((context,) * len(options), following, tuple(map(len, options)), answer)
+
+
+def arc(line: dict[str, Any]) -> Question:
+    """ARC, easy or challenge."""
+    return choices(f"Question: {line['question']}\nAnswer:", line["choices"], line["label"])
+
+
+def openbookqa(line: dict[str, Any]) -> Question:
+    return choices(line["question"], line["choices"], line["label"])
+
+
+def hellaswag(line: dict[str, Any]) -> Question:
+    """Differs from lm-eval's: the local file has the context cleaned already, and its second half in lower case."""
+    return choices(line["ctx"], line["endings"], line["label"])
+
+
+def boolq(line: dict[str, Any]) -> Question:
+    return choices(f"{line['passage']}\nQuestion: {line['question']}?\nAnswer:", ["no", "yes"], int(line["label"]))
+
+
+def rte(line: dict[str, Any]) -> Question:
+    text = f"{line['premise']}\nQuestion: {line['hypothesis']} True or False?\nAnswer:"
+    return choices(text, ["True", "False"], ["entailment", "not_entailment"].index(line["label"]))
+
+
+def winogrande(line: dict[str, Any]) -> Question:
+    """The options differ in the context, the continuation is one: the rest of the sentence."""
+    before, _, after = line["sentence"].partition("_")
+    contexts = (before + line["option1"], before + line["option2"])
+    return Question(contexts, (f" {after.strip()}",) * 2, tuple(map(len, contexts)), int(line["answer"]) - 1)
+
+
+def read(
+    path: str | os.PathLike, task: Callable[[dict[str, Any]], Question], limit: int | None = None
+) -> list[Question]:
+    """The questions of a .jsonl file, plain or packed; the first `limit` of them."""
+    path = Path(path)
+    with open(path, "rb") as raw:
+        lines = download.unpack(raw, path.suffix).read().decode("utf-8").splitlines()[:limit]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(task(json.loads(line)))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: no question of {task.__name__}: {error!r}") from error
+    return found
+
+
+# Scoring.
+
+
+def scorer(
+    model: Model, params: Params, tokenizer: Tokenizer, *, batch_size: int = 8
+) -> Callable[[Sequence[tuple[str, str]]], list[Likelihood]]:
+    """A function from (context, continuation) pairs to their likelihoods."""
+
+    def score(pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        return likelihoods(model, params, [encode_pair(tokenizer, *pair) for pair in pairs], batch_size=batch_size)
+
+    return score
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
+    """Both encoded together and cut where the context ends; its last spaces belong to the continuation, as in lm-eval."""
+    kept = context.rstrip()
+    begin = tokenizer.encode(kept)
+    return begin, tokenizer.encode(context + continuation)[len(begin) :]
+
+
+def accuracy(score: Callable[[Sequence[tuple[str, str]]], list[Likelihood]], questions: Sequence[Question]) -> Accuracy:
+    """lm-eval's acc and acc_norm; the first option wins among equals.
+
+    >>> accuracy(lambda pairs: [(-float(len(text)), True) for _, text in pairs], [choices("", ["a", "bcd"], 0)])
+    Accuracy(acc=1.0, acc_norm=0.0, count=1)
+    """
+    if not questions:
+        raise ValueError("questions is empty; allowed: at least one")
+    pairs = [pair for one in questions for pair in zip(one.contexts, one.continuations)]
+    logs = iter(score(pairs))
+    right, normed = [], []
+    for one in questions:
+        found = np.array([next(logs)[0] for _ in one.contexts])
+        right.append(int(np.argmax(found)) == one.answer)
+        normed.append(int(np.argmax(found / np.array(one.lengths))) == one.answer)
+    return Accuracy(float(np.mean(right)), float(np.mean(normed)), len(questions))
+
+
+def likelihoods(model: Model, params: Params, pairs: Sequence[Pair], *, batch_size: int = 8) -> list[Likelihood]:
+    """log p(continuation | context), and whether every token of it is the likeliest.
+
+    Of a pair that is too long the first tokens are dropped.  Batches hold pairs of like length.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
+    most = model.config.max_position_embeddings
+    for context, continuation in pairs:
+        if not context or not 0 < len(continuation) <= most:
+            raise ValueError(
+                f"a pair has {len(context)} and {len(continuation)} tokens; allowed: a context of at least 1 and a "
+                f"continuation of 1 to max_position_embeddings={most}"
+            )
+    whole = [np.array([*context, *continuation][-(most + 1) :], np.int32) for context, continuation in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: len(whole[i]))
+    found: list[Likelihood] = [(0.0, False)] * len(pairs)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        length = min(most, _rounded(max(len(whole[i]) for i in rows) - 1))
+        windows = np.zeros((batch_size, length + 1), np.int32)  # on the right padding changes nothing
+        for row, i in enumerate(rows):
+            windows[row, : len(whole[i])] = whole[i]
+        logs, greedy = _score(model, params, windows, batch_size)
+        for row, i in enumerate(rows):
+            part = slice(len(whole[i]) - 1 - len(pairs[i][1]), len(whole[i]) - 1)
+            found[i] = float(logs[row, part].sum()), bool(greedy[row, part].all())
+    return found
+
+
+def _rounded(length: int) -> int:
+    return _SHORTEST * 2 ** max(0, math.ceil(math.log2(length / _SHORTEST)))
+
+
+def _score(model: Model, params: Params, windows: Int[np.ndarray, "b t"], batch_size: int):
+    hidden = embed(model, params.outer, windows[:, :-1], batch_size)
+    for block in params.blocks:
+        advance(model, block, hidden)
+    logs, greedy = _tokens(model.head, params.outer, hidden[0], jnp.asarray(windows[:, 1:]))
+    return np.asarray(logs, np.float64), np.asarray(greedy)
+
+
+@partial(jax.jit, static_argnames="head")
+def _tokens(head, outer: Layers, h: Hidden, targets: Int[Array, "b t"]):
+    """log p of every target, and whether it is the likeliest token."""
+
+    def one(pair):
+        h, target = pair
+        logits = head(outer, h[None, None])[0, 0].astype(jnp.float32)
+        return logits[target] - jax.nn.logsumexp(logits), jax.lax.argmax(logits, 0, target.dtype) == target
+
+    pairs = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+    return jax.tree.map(lambda a: a.reshape(targets.shape), jax.lax.map(one, pairs, batch_size=_POSITIONS))
+
+
+def template_lm(model: Model, params: Params, tokenizer: Tokenizer, *, eot: int = 2, batch_size: int = 8) -> Any:
+    """The model as lm-eval's `TemplateLM`: `lm_eval.simple_evaluate(model=template_lm(...), tasks=[...])`, without torch.
+
+    Likelihoods only; a task that generates text is refused.  `eot` is the token that stands before a text where the
+    tokenizer has no first token of its own.
+    """
+    try:
+        from lm_eval import utils
+        from lm_eval.api.model import TemplateLM
+    except ImportError as error:
+        raise ImportError("lm-eval is not installed: pip install 'commjax[eval]'") from error
+    first = tokenizer.encode("")
+
+    class Face(TemplateLM):
+        @property
+        def eot_token_id(self) -> int:
+            return eot
+
+        @property
+        def prefix_token_id(self) -> int:
+            return first[0] if first else eot
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            found = tokenizer.encode(string)
+            return found[len(first) :] if add_special_tokens is False else found
+
+        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[Likelihood]:
+            return likelihoods(model, params, [(a, b) for _, a, b in requests], batch_size=batch_size)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            def one(text: str) -> float:
+                ids = self.tok_encode(text, add_special_tokens=False)
+                length = model.config.max_position_embeddings
+                windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, length, 1)
+                pairs = [utils.make_disjoint_window(window) for window in windows]
+                return sum(log for log, _ in likelihoods(model, params, pairs, batch_size=batch_size))
+
+            return [one(request.args[0]) for request in requests]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            raise NotImplementedError("this face gives likelihoods; allowed: tasks that compare them, or rolling ones")
+
+    return Face()
