@@ -29,14 +29,14 @@ def loaded(tmp_path_factory):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(model, params, ids):
-    return llm.forward(model, params, ids)
+def forward(config, params, ids):
+    return llm.forward(llm.model(config), params, ids)
 
 
 def oracle(model, params, context, continuation):
     """One pair, no padding, the softmax in float64."""
     whole = [*context, *continuation][-(LONGEST + 1) :]
-    logits = np.asarray(forward(model, params, jnp.array([whole[:-1]], jnp.int32))[0], np.float64)
+    logits = np.asarray(forward(model.config, params, jnp.array([whole[:-1]], jnp.int32))[0], np.float64)
     logits = logits[-len(continuation) :]
     logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     rows = np.arange(len(continuation))
@@ -50,7 +50,7 @@ def test_likelihoods_are_those_of_the_whole_softmax(loaded):
     sizes = [(1, 1), (3, 2), (40, 20), (31, 2), (40, 9), (2, LONGEST)]
     pairs = [(random.integers(3, 259, a).tolist(), random.integers(3, 259, b).tolist()) for a, b in sizes]
     # One that greedy decoding would give.
-    logits = forward(model, params, jnp.array([pairs[1][0]], jnp.int32))[0, -1]
+    logits = forward(model.config, params, jnp.array([pairs[1][0]], jnp.int32))[0, -1]
     pairs.append((pairs[1][0], [int(jnp.argmax(logits))]))
     found = zeroshot.likelihoods(model, params, pairs, batch_size=4)
     wanted = [oracle(model, params, *pair) for pair in pairs]
