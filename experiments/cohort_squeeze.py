@@ -178,10 +178,11 @@ def by_solver(settings: Settings) -> list[dict]:
     plots.save(figure, settings.out / "solvers.png")
     lines = [f"{'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"]
     for r in rows:
-        cells = [
-            f"{r[count]:.1f} ({r.get(f'{count}_gamma', float('nan')):g}, {r.get(f'{count}_K', 0):d})" if count in r else "-"
+        at = {
+            count: f" ({r[f'{count}_gamma']:g}, {r[f'{count}_K']:d})" if f"{count}_K" in r else ""
             for count in ("iterations", "evaluations")
-        ]  # fmt: skip
+        }
+        cells = [f"{r[count]:.1f}{at[count]}" if count in r else "-" for count in at]
         lines.append(f"{r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}")
     tables.save(settings.out / "solvers", rows, "\n".join(lines))
     return rows

@@ -1,6 +1,6 @@
 """Trains the small Llama that comes with the package (`commjax.llm.embedded`) and writes its folder.
 
-    python -m experiments.embedded_llm --out topics        1,200 steps; about 1.2 nats a character on held-out topics
+    python -m experiments.embedded_llm --out topics        500 steps, 9 CPU minutes; 1.27 nats a character on held-out topics
 
 Text: the help topics of the running Python (`pydoc_data.topics`), characters as tokens.  AdamW, cosine schedule.
 """
@@ -27,7 +27,7 @@ from commjax.progress import progress_bar
 @dataclass(frozen=True)
 class Settings:
     out: Path = Path("topics")  # a new folder
-    steps: int = 1200  # of AdamW
+    steps: int = 500  # of AdamW
     batch: int = 16  # windows
     window: int = 256  # characters
     rate: float = 3e-3  # peak of the schedule

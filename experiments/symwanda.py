@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Settings:
     sparsities: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6)  # of `methods`
     betas: tuple[float, ...] = (1.0, 0.5, 0.1, 0.05)  # of `beta`
     seeds: int = 5  # of stochRIA
+    cycles: int = 2  # most swaps of an output; the 50 of the papers are as many hundredths of their 4096 inputs
     seed: int = 0  # of the calibration windows
     out: Path = Path("results/symwanda")  # tables, figures
     progress: bool = True  # show a bar
@@ -104,22 +105,24 @@ def sampled(task: Task, recipe: Recipe) -> Callable[[jax.Array], jax.Array]:
     score = recipe.score.function(**recipe.score.options)
     assert recipe.sparsity is not None
 
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *task.params.blocks)
+    ids = jnp.asarray(task.evaluation)
+
+    def pruned(h, key, block):
+        entering = task.model.block(block, h)[1]
+        for i, name in enumerate(task.model.linear):
+            W = block[name]["kernel"]
+            S = score(W, statistics.of(entering[name]), jax.random.fold_in(key, i))
+            mask = masks.unstructured(S, recipe.sparsity, recipe.group)
+            block = block | {name: block[name] | {"kernel": jnp.where(mask, W, 0)}}
+        return task.model.block(block, h)[0], block
+
     def nats(key):
+        keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(task.params.blocks)))
         h = task.model.embed(task.params.outer, jnp.asarray(task.calibration))
-        blocks = []
-        for number, block in enumerate(task.params.blocks):
-            entering = task.model.block(block, h)[1]
-            for i, name in enumerate(task.model.linear):
-                W, key_layer = block[name]["kernel"], jax.random.fold_in(jax.random.fold_in(key, number), i)
-                S = score(W, statistics.of(entering[name]), key_layer)
-                mask = masks.unstructured(S, recipe.sparsity, recipe.group)
-                block = block | {name: block[name] | {"kernel": jnp.where(mask, W, 0)}}
-            h = task.model.block(block, h)[0]
-            blocks.append(block)
-        ids = jnp.asarray(task.evaluation)
+        _, blocks = jax.lax.scan(lambda h, one: pruned(h, *one), h, (keys, stacked))
         h = task.model.embed(task.params.outer, ids)
-        for block in blocks:
-            h = task.model.block(block, h)[0]
+        h, _ = jax.lax.scan(lambda h, block: (task.model.block(block, h)[0], None), h, blocks)
         logits = jax.nn.log_softmax(task.model.head(task.params.outer, h[:, :-1]).astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1))
 
@@ -284,18 +287,24 @@ def patterns(settings: Settings) -> list[dict]:
 
 
 BASES = {"magnitude": SCORES["magnitude"], "Wanda": SCORES["Wanda"], "RIA": SCORES["RIA, alpha = 0.5"]}
-SWAPS = {"": None, " + DSnoT": choose(regrow.dsnot), " + R^2-DSnoT": choose(regrow.r2_dsnot)}
+SWAPS = {"": None, " + DSnoT": regrow.dsnot, " + R^2-DSnoT": regrow.r2_dsnot}
 EVERYWHERE = ("",)  # all linear layers, where the released DSnoT swaps in the attention only
+
+
+def swapped(settings: Settings) -> dict[str, Recipe]:
+    """Every base with every kind of swaps."""
+    recipes = {}
+    for base, score in BASES.items():
+        for name, function in SWAPS.items():
+            choice = None if function is None else choose(function, cycles=settings.cycles)
+            recipes[base + name] = Recipe(settings.sparsity, score=score, regrow=choice, regrow_layers=EVERYWHERE)
+    return recipes
 
 
 def fine_tuning(settings: Settings) -> list[dict]:
     """Table L2802 at 60 %: swaps in all layers."""
     settings = replace(settings, sparsity=0.6)
-    recipes = {
-        base + swap: Recipe(settings.sparsity, score=score, regrow=choice, regrow_layers=EVERYWHERE)
-        for base, score in BASES.items()
-        for swap, choice in SWAPS.items()
-    }
+    recipes = swapped(settings)
     return report(settings, "fine_tuning", grid(settings, recipes, "fine-tuning"), f"{100 * settings.sparsity:g} %")
 
 
@@ -314,7 +323,7 @@ def ablation(settings: Settings) -> list[dict]:
         "printed grow rule": {"literal": True},
     }
     recipes = {
-        f"{base}, {name}": Recipe(settings.sparsity, score=BASES[base], regrow=choose(regrow.r2_dsnot, **more), regrow_layers=EVERYWHERE)
+        f"{base}, {name}": Recipe(settings.sparsity, score=BASES[base], regrow=choose(regrow.r2_dsnot, cycles=settings.cycles, **more), regrow_layers=EVERYWHERE)
         for base in ("Wanda", "RIA")
         for name, more in options.items()
     }  # fmt: skip
