@@ -10,6 +10,7 @@ import pytest
 
 from commjax import llm
 from commjax.pruning import model as in_memory
+from commjax.pruning import recipe as recipes
 from commjax.pruning import regrow, scores
 from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
@@ -113,3 +114,13 @@ def test_all_blocks_share_one_program(tmp_path):
     in_memory.prune(model, params, models.windows(6), Recipe(sparsity=0.5), batch_size=3)
     in_memory.prune(model, params, models.windows(6), Recipe(sparsity=0.2), batch_size=3)
     assert [one._cache_size() for one in programs] == [count + 1 for count in before]
+
+
+def test_owl_is_refused_exactly_where_some_ratios_would_leave_the_range(tmp_path):
+    """One loud block of three: sparsities from s - 2 spread 2/3 to s + 2 spread 2/3."""
+    model, _ = llm.load(models.folder(tmp_path / "source"))
+    for sparsity in (0.14, 0.86):
+        recipes.check(WANDA._replace(sparsity=sparsity, spread=0.1), model)
+    for sparsity in (0.13, 0.87):
+        with pytest.raises(ValueError, match="spread=0.1 with sparsity"):
+            recipes.check(WANDA._replace(sparsity=sparsity, spread=0.1), model)
