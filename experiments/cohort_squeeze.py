@@ -99,6 +99,7 @@ def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, 
             axes.plot(K, values, "o-", markersize=2.5, color=shade, label=rf"$\gamma$ = {gamma:g}")
     if np.isfinite(local).any():
         axes.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
+    axes.set_yscale("log")
     axes.set_xlabel("local communication rounds $K$")
 
 
@@ -118,7 +119,7 @@ def cost(settings: Settings) -> list[dict]:
         cost_panel(panel, found, settings.absolute[0], settings, 1.0, 0.0)
         panel.set_title(f"{name}, {settings.solver}, $|x-x^\\star|^2 <$ {settings.absolute[0]:g}")
     axes[0, 0].set_ylabel("total cost $TK$")
-    axes[0, 0].legend()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     plots.save(figure, settings.out / f"cost_{settings.solver}.png")
     tables.save(settings.out / f"cost_{settings.solver}", rows, show(rows))
     return rows
@@ -174,7 +175,7 @@ def by_solver(settings: Settings) -> list[dict]:
                      "evaluations": float(np.nanmin(local)), "kilobits": float(np.nanmin(local)) * 64 * d * share / 1e3})  # fmt: skip
     axes[0].set_ylabel(f"total cost to $|x-x^\\star|^2 <$ {target:g}")
     axes[0].set_yscale("log")
-    axes[0].legend(ncols=2)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     plots.save(figure, settings.out / "solvers.png")
     lines = [f"{'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"]
     for r in rows:
@@ -288,7 +289,7 @@ def samplings(settings: Settings) -> list[dict]:
         for kind, sampling in kinds.items():
             record = sweep(
                 one,
-                sppm(one, sampling, settings),
+                sppm(one, sampling, settings, 30),
                 [sppm_as.HParams(gamma, 30, 1e-8)],
                 settings,
                 f"{name}_{kind}",
@@ -323,7 +324,7 @@ def stepsizes(settings: Settings) -> list[dict]:
     gammas = tuple(10.0**power for power in range(-3, 6))
     record = sweep(
         one,
-        sppm(one, sampling, settings),
+        sppm(one, sampling, settings, 16),
         [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
         settings,
         f"{name}_stepsizes",

@@ -27,20 +27,20 @@ from experiments.ef_bv import load
 
 
 class Use(NamedTuple):
-    """A solver in this experiment: made from the problem's constants and the hparams; numbers that a client sends beside the value,
+    """A solver in this experiment: made from the problem's constants, the hparams and the largest K; numbers that a client sends beside the value,
     in vectors, given d."""
 
-    make: Callable[[Smoothness, Any], solvers.Solver]
+    make: Callable[[Smoothness, Any, int], solvers.Solver]
     vectors: Callable[[int], float] = lambda d: 1.0
 
 
 SOLVERS = {
-    "bfgs": Use(lambda smooth, h: quasi_newton.bfgs(30)),
-    "cg": Use(lambda smooth, h: quasi_newton.conjugate_gradients()),
-    "lbfgs": Use(lambda smooth, h: quasi_newton.lbfgs()),
-    "agd": Use(lambda smooth, h: solvers.accelerated_gradient_descent(smooth.L_max + 1 / h.gamma, smooth.mu + 1 / h.gamma)),
-    "gd": Use(lambda smooth, h: solvers.gradient_descent(smooth.L_max + 1 / h.gamma)),
-    "aicn": Use(lambda smooth, h: solvers.aicn(), lambda d: 1 + (d + 1) / 2),
+    "bfgs": Use(lambda smooth, h, most: quasi_newton.bfgs(most)),
+    "cg": Use(lambda smooth, h, most: quasi_newton.conjugate_gradients()),
+    "lbfgs": Use(lambda smooth, h, most: quasi_newton.lbfgs()),
+    "agd": Use(lambda smooth, h, most: solvers.accelerated_gradient_descent(smooth.L_max + 1 / h.gamma, smooth.mu + 1 / h.gamma)),
+    "gd": Use(lambda smooth, h, most: solvers.gradient_descent(smooth.L_max + 1 / h.gamma)),
+    "aicn": Use(lambda smooth, h, most: solvers.aicn(), lambda d: 1 + (d + 1) / 2),
 }  # fmt: skip
 
 
@@ -112,10 +112,10 @@ def sweep(
     return record
 
 
-def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings):
+def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None):
     use = SOLVERS[settings.solver]
     pool = partition.pool(most_rows(problem, sampling))
-    make = partial(use.make, problem.smoothness)
+    make = partial(use.make, problem.smoothness, most=most or settings.most_local)
     return sppm_as.sppm_as(problem.loss, sampling, make, vectors=use.vectors(len(problem.optimum)), pool=pool)
 
 

@@ -103,7 +103,8 @@ def measured(task: Task, recipe: Recipe | None) -> float:
 def sampled(task: Task, recipe: Recipe) -> Callable[[jax.Array], jax.Array]:
     """nats a token as a pure function of the key of a score that samples: `jax.vmap` of it is all seeds in one program."""
     score = recipe.score.function(**recipe.score.options)
-    assert recipe.sparsity is not None
+    sparsity = recipe.sparsity
+    assert sparsity is not None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *task.params.blocks)
     ids = jnp.asarray(task.evaluation)
@@ -113,7 +114,7 @@ def sampled(task: Task, recipe: Recipe) -> Callable[[jax.Array], jax.Array]:
         for i, name in enumerate(task.model.linear):
             W = block[name]["kernel"]
             S = score(W, statistics.of(entering[name]), jax.random.fold_in(key, i))
-            mask = masks.unstructured(S, recipe.sparsity, recipe.group)
+            mask = masks.unstructured(S, sparsity, recipe.group)
             block = block | {name: block[name] | {"kernel": jnp.where(mask, W, 0)}}
         return task.model.block(block, h)[0], block
 
