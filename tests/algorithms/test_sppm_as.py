@@ -221,3 +221,16 @@ def test_solvers_that_send_more_vectors_pay_for_them():
         for vectors in (1.0, 2.0)
     )
     assert two.bits_up * (D + 1) == one.bits_up * (2 * D + 1) and two.bits_down == one.bits_down
+
+
+def test_memory_grows_with_the_cohort_and_not_with_the_number_of_clients():
+    def working_memory(n, tau):
+        data = jax.tree.map(jnp.asarray, quadratic.random(0, n, 16, mu=0.5, L=2.0))
+        algorithm = sppm_as.sppm_as(quadratic.loss, cohorts.nice(n, tau), lambda hparams: quasi_newton.bfgs(10))
+        state = algorithm.init(jnp.ones(16), jnp.arange(n))
+        compiled = jax.jit(algorithm.step).lower(KEY, EXACT, state, data).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one_client = 16 * 16 * 8
+    assert working_memory(256, 4) - working_memory(16, 4) < 16 * one_client  # of 240 more clients; ids are drawn
+    assert working_memory(256, 64) - working_memory(256, 4) > 40 * one_client
