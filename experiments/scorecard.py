@@ -90,6 +90,7 @@ th {{ background: #f6f8fa }} img {{ max-width: 24rem; width: 100%; margin-top: .
 def text(claims: list[Claim]) -> str:
     """For the terminal."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="commjax scorecard", show_lines=True)
@@ -97,7 +98,8 @@ def text(claims: list[Claim]) -> str:
         table.add_column(column, overflow="fold")
     for claim in claims:
         verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
-        table.add_row(claim.method, claim.claim, claim.source, claim.thesis, claim.measured, verdict)
+        cells = (claim.method, claim.claim, claim.source, claim.thesis, claim.measured, verdict)
+        table.add_row(*map(escape, cells))
     console = Console(width=160)
     with console.capture() as capture:
         console.print(table)

@@ -35,10 +35,11 @@ from commjax.llm.base import Model, Params
 from commjax.progress import progress_bar
 from commjax.pruning import masks, regrow, scores, statistics
 from commjax.pruning import model as pruning
+from commjax.pruning.masks import Group
 from commjax.pruning.recipe import Recipe, choose, describe
 from experiments import plots, tables
 
-GROUPS = ("output", "layer")
+GROUPS: tuple[Group, ...] = ("output", "layer")
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,13 @@ class Kept(NamedTuple):
         return self.values[name]
 
 
-def grid(settings: Settings, recipes: dict[str, Recipe], label: str) -> list[dict]:
+def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tuple[Group, ...] = GROUPS) -> list[dict]:
     """A row a recipe: perplexity in every group; N:M has one only."""
     task, kept, rows = load(settings), Kept.open(settings), []
     with progress_bar(label, len(recipes), enabled=settings.progress) as advance:
         for number, (name, recipe) in enumerate(recipes.items()):
             row: dict[str, Any] = {"name": name}
-            for group in ("output",) if recipe.pattern else GROUPS:
+            for group in ("output",) if recipe.pattern else groups:
                 one = recipe._replace(group=group)
                 row[group] = kept.get(one, lambda one=one: measured(task, one))
             rows.append(row)
@@ -278,10 +279,13 @@ def strategies(settings: Settings) -> list[dict]:
 
 
 def patterns(settings: Settings) -> list[dict]:
-    """N of every M inputs kept."""
+    """N of every M inputs kept, where M divides the inputs of every layer."""
+    model = load(settings).model
+    inputs = [model.block_shapes[name]["kernel"][0] for name in model.linear]
     recipes = {
         f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score)
         for n, m in ((2, 4), (4, 8))
+        if all(size % m == 0 for size in inputs)
         for name, score in SCORES.items()
     }
     return report(settings, "patterns", grid(settings, recipes, "N:M"), "N:M")

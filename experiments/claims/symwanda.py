@@ -13,13 +13,14 @@ from experiments import symwanda as experiment
 from experiments.claims import Claim
 
 METHOD = "SymWanda"
-SETTINGS = experiment.Settings(samples=16, most=40, seeds=5, progress=False)
+SETTINGS = experiment.Settings(samples=8, most=24, seeds=5, progress=False)
 
 
-def perplexities(recipes: dict[str, Recipe]) -> tuple[dict[str, dict], float]:
+def perplexities(recipes: dict[str, Recipe], groups=experiment.GROUPS) -> tuple[dict[str, dict], float]:
     with TemporaryDirectory() as folder:
         settings = replace(SETTINGS, out=Path(folder))
-        return {row["name"]: row for row in experiment.grid(settings, recipes, "claims")}, experiment.dense(settings)
+        rows = experiment.grid(settings, recipes, "claims", groups)
+        return {row["name"]: row for row in rows}, experiment.dense(settings)
 
 
 def text(rows: dict[str, dict], names) -> str:
@@ -54,7 +55,7 @@ def stochastic() -> Claim:
 
 def fine_tuning() -> Claim:
     recipes = experiment.swapped(replace(SETTINGS, sparsity=0.6))
-    rows, _ = perplexities(recipes)
+    rows, _ = perplexities(recipes, ("output",))
     output = {name: row["output"] for name, row in rows.items()}
     holds = all(output[f"{base} + R^2-DSnoT"] <= min(output[base], output[f"{base} + DSnoT"]) for base in experiment.BASES)  # fmt: skip
     return Claim(

@@ -25,6 +25,10 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows():
     assert "1 reproduced, 0 corrected, 1 differs" in page
 
 
+def test_brackets_survive_in_the_terminal():
+    assert "E[x]" in scorecard.text([Claim("M", "grows E[x]", "L1", "1", "1", "reproduced")])
+
+
 def test_every_module_of_claims_is_found_and_a_wrong_filter_is_named():
     names = {function.__module__ for function in scorecard.claim_functions()}
     assert {"experiments.claims.core", "experiments.claims.ef_bv"} <= names

@@ -81,3 +81,16 @@ def test_a_folder_needs_its_texts(settings):
 
 def test_claims_about_matrices_are_corrected_as_the_errata_say():
     assert [claims.special_case().errata, claims.grow_rule().errata] == ["W7", "W4"]
+
+
+def test_patterns_that_do_not_fit_every_layer_are_left_out(settings, monkeypatch):
+    monkeypatch.setattr(symwanda, "SCORES", {"Wanda": symwanda.SCORES["Wanda"]})
+    rows = symwanda.patterns(settings)
+    assert [row["name"] for row in rows] == ["Wanda, 2:4", "Wanda, 4:8"] and "layer" not in rows[0]
+    shapes = {"q": {"kernel": (12, 4)}}
+    task = symwanda.load(settings)
+    odd = task._replace(model=task.model._replace(linear=("q",), block_shapes=shapes))
+    monkeypatch.setattr(symwanda, "load", lambda settings: odd)
+    monkeypatch.setattr(symwanda, "grid", lambda settings, recipes, label: [{"name": name} for name in recipes])
+    monkeypatch.setattr(symwanda, "report", lambda settings, command, rows, about: rows)
+    assert [row["name"] for row in symwanda.patterns(settings)] == ["Wanda, 2:4"]
