@@ -67,7 +67,8 @@ def bitwise(found, wanted):
 
 
 def scaled(hparams, factor):
-    return jax.tree.map(lambda number: number * factor, hparams)
+    """Counts, such as local rounds, stay whole numbers."""
+    return jax.tree.map(lambda number: number if isinstance(number, int) else number * factor, hparams)
 
 
 @ALL
