@@ -19,6 +19,13 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Thousands of programs in one process exhaust its memory maps, and the compiler crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def real_data() -> str:
     """The folder with the LibSVM files, or a skip: tests on real data run where COMMJAX_DATA says."""
