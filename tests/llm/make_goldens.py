@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
 from safetensors import safe_open
 
 from tests.llm import tiny
@@ -19,12 +17,18 @@ from tests.llm import tiny
 
 def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Logits of a model folder, float32 on the CPU."""
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
 
 
 def main() -> None:
+    import torch
+    import transformers
+
     goldens, logits = {}, {}
     for case, said in tiny.CASES.items():
         config = transformers.AutoConfig.for_model(**json.loads(json.dumps(said)))
