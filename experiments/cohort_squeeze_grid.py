@@ -115,7 +115,10 @@ def sweep(
 def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None):
     use = SOLVERS[settings.solver]
     pool = partition.pool(most_rows(problem, sampling))
-    make = partial(use.make, problem.smoothness, most=most or settings.most_local)
+
+    def make(hparams: Any) -> solvers.Solver:
+        return use.make(problem.smoothness, hparams, most or settings.most_local)
+
     return sppm_as.sppm_as(problem.loss, sampling, make, vectors=use.vectors(len(problem.optimum)), pool=pool)
 
 
