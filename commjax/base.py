@@ -75,24 +75,43 @@ class Compressor(NamedTuple):
     kept: Callable[..., float]  # (d, n=1) -> values in a message on average, for the legacy conventions
     # (xs: np.ndarray [n, d]) -> (probabilities [m], values [m, n, d]): the exact joint law, for small d and n, on the host
     outcomes: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
+    absence: bool = False  # is "nothing was sent, 0 is assumed" one of its outcomes?  Then a client may stay away
 
 
 class Round(NamedTuple):
-    """Who speaks, and when: what a client knows of the federation.  `key` is shared; `own_key` is the client's."""
+    """Who speaks, when, and how: what a client knows of the federation.  `key` is shared; `own_key` is the client's: everybody can
+    compute it from `key`, unless the client has a `secret`, as it has in a federation with a private method (`commjax.exchange`).
+
+    `send(x)` is the one way up: it compresses x in a simulation and really sends it in a federation (`commjax.flower`).
+    """
 
     key: Key
     id: ClientId
     n: int
+    send: Callable[[PyTree], Message]
+    secret: Key | None = None
 
     @property
     def own_key(self) -> Key:
-        return jax.random.fold_in(self.key, self.id)
+        return jax.random.fold_in(self.key if self.secret is None else self.secret, self.id)
 
 
 InitFn = Callable[..., State]  # (params, ids, **per_client)
 StepFn = Callable[
     ..., tuple[State, Any]
 ]  # metrics: `Metrics`, or more fields after them; (key, hparams, state, batch, *, axis_name=None)
+
+
+class Exchange(NamedTuple):
+    """The two halves of a method that exchanges once a round, for whoever runs them in two places (`commjax.flower`)."""
+
+    client_step: Callable[..., tuple[Any, Message, Any]]  # (round, hparams, server, client, data)
+    server_step: Callable[..., Any]  # (hparams, server, mean of the messages)
+    bits_down: Callable[[Any], float]  # (server) -> price of what a client receives
+    down: tuple[str, ...]  # the fields of `server` that a client receives; a message up has their structure
+    compressor: Compressor | None  # of the messages; None: as they are
+    cohort_size: int | None  # how many take part in a round; None: all
+    private: bool = False  # `own_key` must be secret and the loss must not be sent: what it hides is a client's data
 
 
 class Algorithm(NamedTuple):
@@ -104,3 +123,4 @@ class Algorithm(NamedTuple):
 
     init: InitFn
     step: StepFn
+    exchange: Exchange | None = None  # the halves of `step`, where it has such

@@ -21,6 +21,8 @@ from commjax.pruning import scores, stream
 from commjax.pruning.masks import Group
 from commjax.pruning.model import Layer
 from commjax.pruning.recipe import Choice, Recipe, choose
+from commjax.pruning.regrow import Regularizer
+from commjax.pruning.scores import Axis
 
 # The methods' names, and the functions of the same options.
 _SCORES: dict[str, Callable[..., Any]] = {
@@ -34,6 +36,7 @@ _SCORES: dict[str, Callable[..., Any]] = {
     "stochria": scores.stoch_ria,
 }
 Method = Literal["magnitude", "wanda", "owanda", "symwanda", "symmetric", "ri", "ria", "stochria"]
+_REGROW: dict[str, Callable[..., Any]] = {"dsnot": regrowing.dsnot, "r2dsnot": regrowing.r2_dsnot}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import rich  # noqa: F401
         import tyro
     except ImportError as error:
-        sys.exit(f"commjax: the command line needs tyro and rich: pip install 'commjax[experiments]' ({error})")
+        sys.exit(f"commjax: the command line needs tyro and rich: pip install 'commjax[cli]' ({error})")
     commands = {"prune": prune, "perplexity": perplexity_of}
     try:
         tyro.extras.subcommand_cli_from_dict(
@@ -60,14 +63,28 @@ def prune(
     method: Method = "ria",
     alpha: float | None = None,
     p: float | None = None,
+    axes: tuple[Axis, ...] | None = None,
+    join: Literal["relative", "relative_to_sum", "plain", "harmonic", "root"] | None = None,
     beta: float | None = None,
+    shared: bool | None = None,
     sparsity: float | None = None,
     pattern: str | None = None,
     group: Group = "output",
     spread: float | None = None,
+    outlier_multiple: float | None = None,
     regrow: Literal["dsnot", "r2dsnot"] | None = None,
-    cycles: int = 50,
-    threshold: float = 0.1,
+    cycles: int | None = None,
+    threshold: float | None = None,
+    power: float | None = None,
+    same_sign: bool | None = None,
+    relative_grow: bool | None = None,
+    relative_prune: bool | None = None,
+    gamma_grow: float | None = None,
+    gamma_prune: float | None = None,
+    regularizer: Regularizer | None = None,
+    regularizer_p: float | None = None,
+    regrow_alpha: float | None = None,
+    literal: bool | None = None,
     regrow_mlp: bool = False,
     samples: int = 128,
     window: int | None = None,
@@ -86,14 +103,29 @@ def prune(
         method: Score; the weights of least score are pruned.
         alpha: Power of the activations' norms (wanda, ria, stochria).
         p: Norm of the weights, 0, 1, 2, ..., inf (ria).
+        axes: Norms of the in side, of the out side, or both (ria).
+        join: How the norms u, v meet |W|: relative |W|/u + |W|/v (S1), relative_to_sum |W|/(u+v) (S2), plain |W|(u+v) (S3),
+            harmonic |W|/(1/u+1/v) (S4), root |W| sqrt(u^2+v^2), which is the squared objective (ria, symwanda, symmetric).
         beta: Share of entries sampled for the norms (stochria).
+        shared: One sample for all inputs and one for all outputs (stochria).
         sparsity: Share of weights pruned; 0.5 unless there is a pattern.
         pattern: N:M, N kept of every M inputs, as 2:4.
         group: Weights compete within an output, an input or the layer.
         spread: OWL: sparsities of blocks differ by twice this at most.
+        outlier_multiple: OWL: an outlier is a score above so many times the mean, 5 by default.
         regrow: Swap weights back after pruning.
-        cycles: Most swaps of an output.
-        threshold: Expected error at which an output is done.
+        cycles: Most swaps of an output, 50 by default.
+        threshold: Expected error at which an output is done, 0.1 by default.
+        power: Of the variance in the grow rule, 1 by default.
+        same_sign: An output is also done when its error would change sign; by default with a pattern only.
+        relative_grow: Relative importance in the grow rule (r2dsnot; True by default).
+        relative_prune: Relative importance in the prune rule (r2dsnot; False by default).
+        gamma_grow: Weight of the regulariser in the grow rule (r2dsnot).
+        gamma_prune: Weight of the regulariser in the prune rule (r2dsnot).
+        regularizer: Norm of the output's kept weights as printed, of the input's, or of the output's after the change (r2dsnot).
+        regularizer_p: Which norm, 1, 2, ..., inf (r2dsnot).
+        regrow_alpha: Power of the activations' norms in the prune rule (r2dsnot).
+        literal: The printed grow rule, without the weight (r2dsnot).
         regrow_mlp: Swap in the MLP too, which the released DSnoT leaves alone.
         samples: Calibration windows.
         window: Tokens of a window; by default what the model reads, 2048 at most.
@@ -104,13 +136,21 @@ def prune(
     recipe = Recipe(
         sparsity=0.5 if sparsity is None and pattern is None else sparsity,
         pattern=None if pattern is None else pattern_of(pattern),
-        score=score_of(method, alpha=alpha, p=p, beta=beta),
+        score=score_of(method, alpha=alpha, p=p, axes=axes, join=join, beta=beta, shared=shared),
         group=group,
         spread=spread,
-        regrow=regrow_of(regrow, cycles=cycles, threshold=threshold),
+        regrow=regrow_of(
+            regrow, cycles=cycles, threshold=threshold, power=power, same_sign=same_sign, relative_grow=relative_grow,
+            relative_prune=relative_prune, gamma_grow=gamma_grow, gamma_prune=gamma_prune, regularizer=regularizer,
+            p=regularizer_p, alpha=regrow_alpha, literal=literal,
+        ),
         regrow_layers=("",) if regrow_mlp else Recipe().regrow_layers,
         seed=seed,
-    )
+    )  # fmt: skip
+    if outlier_multiple is not None:
+        if spread is None:
+            raise ValueError(f"outlier_multiple={outlier_multiple} without a spread; allowed: with one (OWL)")
+        recipe = recipe._replace(outlier_multiple=outlier_multiple)
     export.refuse_existing(out)
     with model_folder(model, tokenizer) as folder:
         windows = texts.calibration(folder, calibration, samples=samples, length=window, seed=seed)
@@ -137,25 +177,32 @@ def perplexity_of(
     print(f"perplexity {perplexity.perplexity(found):.4f}, {nats:.4f} nats per token, {count} tokens")
 
 
-def score_of(method: str, **options: float | None) -> Choice:
+def score_of(method: str, **options: Any) -> Choice:
     """The score of a method's name; options that are None are left at the method's own.
 
     >>> score_of("ria", alpha=0.5, p=None).options
     {'alpha': 0.5}
     """
-    function, given = _SCORES[method], {name: value for name, value in options.items() if value is not None}
-    known = [name for name in inspect.signature(function).parameters if name in options]
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{name}={value} with method {method}; allowed: {', '.join(known) or 'no options'}")
-    return choose(function, **given)
+    given = _known(f"method {method}", _SCORES[method], options)
+    return choose(_SCORES[method], **given | ({"join": getattr(scores, given["join"])} if "join" in given else {}))
 
 
 def regrow_of(name: str | None, **options: Any) -> Choice | None:
-    """DSnoT or R^2-DSnoT, with the same options."""
+    """DSnoT or R^2-DSnoT; options that are None are left at their own."""
     if name is None:
+        _known("no regrow", lambda: None, options)
         return None
-    return choose(regrowing.dsnot if name == "dsnot" else regrowing.r2_dsnot, **options)
+    return choose(_REGROW[name], **_known(f"regrow {name}", _REGROW[name], options))
+
+
+def _known(what: str, function: Callable, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None, if the function has them."""
+    known = [name for name in inspect.signature(function).parameters if name in options]
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{name}={value} with {what}; allowed: {', '.join(known) or 'no options'}")
+    return given
 
 
 def pattern_of(text: str) -> tuple[int, int]:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from commjax.base import Algorithm, InitFn, Key, Message, Metrics, Round, State
+from commjax.base import Algorithm, Compressor, Exchange, InitFn, Key, Message, Metrics, Round, State
+
+
+class PaddedAxis(str):
+    """The name of a device axis whose last rows are no clients: n of them are (`parallel.padded_axis`)."""
+
+    n: int
 
 
 def broadcast(server: PyTree, axis_name: str | None = None) -> PyTree:
@@ -33,15 +39,41 @@ def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"]
             if len(weights) != len(leaf):
                 raise ValueError(f"weights must have one entry per row, got {len(weights)} for {len(leaf)} rows")
             leaf = leaf * _column(weights, leaf).astype(leaf.dtype)
+        if isinstance(axis_name, PaddedAxis):
+            kept = jnp.where(_column(real(len(leaf), axis_name), leaf), leaf, jnp.zeros((), leaf.dtype))
+            return jax.lax.psum(jnp.sum(kept, axis=0), axis_name) / jnp.asarray(axis_name.n, leaf.dtype)
         local = jnp.mean(leaf, axis=0)
         return local if axis_name is None else jax.lax.pmean(local, axis_name)
 
     return jax.tree.map(one, rows)
 
 
+def mean_price(
+    bits: Shaped[Array, "n"], axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None
+) -> Array:
+    """`mean` of prices, exact where they are equal: in float32, n times a price need not be a number.
+
+    >>> mean_price(jnp.full(1000, 674_720, jnp.float32)).item()
+    674720.0
+    """
+    if weights is not None or isinstance(axis_name, PaddedAxis):
+        return mean(bits, axis_name, weights)
+    local = bits[0] + jnp.mean(bits - bits[0])
+    return local if axis_name is None else jax.lax.pmean(local, axis_name)
+
+
 def count(ids: Shaped[Array, "n"], axis_name: str | None = None) -> int:
     """n over all devices, a static number"""
+    if isinstance(axis_name, PaddedAxis):
+        return axis_name.n
     return ids.shape[0] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+
+
+def real(local: int, axis_name: str | None = None) -> Bool[Array, "m"]:
+    """Which of this device's `local` rows are clients"""
+    if not isinstance(axis_name, PaddedAxis):
+        return jnp.ones(local, bool)
+    return jax.lax.axis_index(axis_name) * local + jnp.arange(local, dtype=jnp.int32) < axis_name.n
 
 
 def dense_bits(params: PyTree) -> int:
@@ -120,6 +152,13 @@ def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str |
     return Cohort(member, None, jnp.where(member, n / size, 0.0))
 
 
+def message_of(exchange: Exchange, key: Key, x: PyTree, id: Any, n: int) -> Message:
+    """What the server sees of x, and its price; `key` is the round's"""
+    if exchange.compressor is None:
+        return Message(x, bits_of(x))
+    return exchange.compressor.compress(key, x, id, n)
+
+
 def federated(
     init: InitFn,
     client_step: Callable[[Round, Any, Any, Any, PyTree], tuple[Any, Message, Array]],
@@ -127,6 +166,10 @@ def federated(
     bits_down: Callable[[Any], float],
     cohort_size: int | None = None,
     over: Callable[[Callable], Callable] = jax.vmap,
+    *,
+    compressor: Compressor | None = None,
+    down: tuple[str, ...] = ("params",),
+    private: bool = False,
 ) -> Algorithm:
     """A method that exchanges once a round.
 
@@ -134,10 +177,15 @@ def federated(
         server_step(hparams, server, mean of the messages) -> server
         bits_down(server) -> price of what every client receives
 
+    The message is `round.send(x)`: C(x), or x itself without a `compressor`.  `down` names the fields of `server` that a
+    client may read, besides `round`; a method that keeps to both can leave the simulation (`commjax.flower`).  `private`: its
+    noise comes from `round.own_key`, which is then a secret of the client.
+
     The client axis is a `vmap` (or `over`, see `one_by_one`); devices are an `axis_name`.  With `cohort_size` m, m clients
     drawn at random take part in a round; the messages and the loss are averaged over them, bits over all n clients.
     """
     check_cohort(cohort_size)
+    exchange = Exchange(client_step, server_step, bits_down, down, compressor, cohort_size, private)
 
     def step(key, hparams, state, batch, *, axis_name=None):
         key_round = jax.random.fold_in(key, state.server.round)
@@ -146,13 +194,15 @@ def federated(
         received = broadcast(state.server, axis_name)
 
         def one(client, data):
-            return client_step(Round(key_round, client.id, n), hparams, received, client, data)
+            round = Round(key_round, client.id, n, lambda x: message_of(exchange, key_round, x, client.id, n))
+            return client_step(round, hparams, received, client, data)
 
         rows, message, loss = over(one)(here.take(state.clients), here.take(batch))
-        value, bits, loss = mean((*message, loss), axis_name, here.weights)
+        value, loss = mean((message.value, loss), axis_name, here.weights)
+        bits = mean_price(message.bits, axis_name, here.weights)
         server = server_step(hparams, state.server, value)
         share = (n if cohort_size is None else cohort_size) / n
         down = jnp.asarray(share * bits_down(state.server), bits.dtype)
         return State(server, here.put(state.clients, rows)), Metrics(loss, share * bits, down)
 
-    return Algorithm(init, step)
+    return Algorithm(init, step, exchange)

@@ -50,10 +50,13 @@ class Sampling(NamedTuple):
     variance: Callable[[Rows], float]  # sigma^2_AS from the clients' gradients at x*, which add up to 0
     outcomes: Callable[[], Outcomes]  # (probability, cohort), each cohort once: exponentially many in general
     shares: Vector  # E [1(i in S) / |S|], which add up to 1: what FedProx-SPPM-AS gives each client (P3)
+    smoothness: Callable[
+        [Vector], float
+    ]  # expected smoothness max_i E [sum_{j in S} L_j / (n p_j) | i in S] from the clients' L_i
 
 
-def _build(name, p, shares, size, pick, mu, variance, outcomes) -> Sampling:
-    """`pick(key)` gives ids and mask; `mu` and `variance` may trust their arguments."""
+def _build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sampling:
+    """`pick(key)` gives ids and mask; `mu`, `variance` and `smoothness` may trust their arguments."""
     n, weights = len(p), 1 / (len(p) * p)
 
     def sample(key: Key) -> Draw:
@@ -76,7 +79,12 @@ def _build(name, p, shares, size, pick, mu, variance, outcomes) -> Sampling:
             )
         return float(variance(gradients))
 
-    return Sampling(name, n, size, sample, p, checked_mu, checked_variance, outcomes, shares)
+    def checked_smoothness(L: Vector) -> float:
+        if np.shape(L) != (n,) or not np.all(np.isfinite(L) & (L > 0)):
+            raise ValueError(f"L_i has shape {np.shape(L)} and values {L}; allowed: n={n} finite positive numbers")
+        return float(smoothness(L))
+
+    return Sampling(name, n, size, sample, p, checked_mu, checked_variance, outcomes, shares, checked_smoothness)
 
 
 def _distribution(name: str, p: Any) -> Vector:
@@ -146,8 +154,15 @@ def _parts(clusters: Clusters) -> _Parts:
 
 
 def _check_size(name: str, size: int, most: int, what: str) -> None:
+    if int(size) != size:
+        raise ValueError(f"{name}={size}; allowed: a whole number")
     if not 1 <= size <= most:
         raise ValueError(f"{name}={size}; allowed: 1 to {most}, {what} (a cohort may not be empty)")
+
+
+def _with_others(own: Vector, total: float, tau: int, n: int) -> Vector:
+    """L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: the others are as likely as in nice sampling"""
+    return own + (total - own) * ((tau - 1) / (n - 1) if n > 1 else 0)
 
 
 def full(n: int) -> Sampling:
@@ -166,6 +181,7 @@ def full(n: int) -> Sampling:
         mu=np.mean,
         variance=lambda a: 0.0,
         outcomes=lambda: iter([(1.0, tuple(range(n)))]),
+        smoothness=np.mean,
     )
 
 
@@ -188,6 +204,7 @@ def nonuniform(p: Any) -> Sampling:
         mu=lambda mu: np.min(mu / (n * p)),
         variance=lambda a: np.sum(_squares(a) / p) / n**2,
         outcomes=lambda: ((float(p[i]), (i,)) for i in range(n)),
+        smoothness=lambda L: np.max(L / (n * p)),
     )
 
 
@@ -223,6 +240,7 @@ def nice(n: int, tau: int) -> Sampling:
         mu=lambda mu: np.sort(mu)[:tau].mean(),
         variance=lambda a: nice_variance(n, tau, _squares(a).mean()),
         outcomes=lambda: ((1 / math.comb(n, tau), ids) for ids in combinations(range(n), tau)),
+        smoothness=lambda L: np.max(_with_others(L, L.sum(), tau, n)) / tau,
     )
 
 
@@ -255,6 +273,7 @@ def block(clusters: Clusters, q: Any = None) -> Sampling:
         mu=lambda mu: min(mu[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)),
         variance=lambda a: np.sum(_squares(parts.sums(a)) / q) / n**2,
         outcomes=lambda: ((float(q[j]), _cohort(ids)) for j, ids in enumerate(parts.members)),
+        smoothness=lambda L: np.max([L[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)]),
     )
 
 
@@ -309,8 +328,14 @@ def stratified_of(clusters: Clusters, c: int) -> Sampling:
             for ids in product(*(parts.members[j] for j in chosen)):
                 yield chance, _cohort(ids)
 
+    def smoothness(L):
+        largest, sums = (np.array([f(L[ids]) for ids in parts.members]) for f in (np.max, np.sum))
+        # The cluster's worst client for sure; of each other cluster, if it is chosen, the mean client.
+        others = (sums.sum() - sums) * ((c - 1) / (q - 1) if q > 1 else 0)
+        return q / (n * c) * np.max(sizes * largest + others)
+
     p = (c / (q * sizes))[parts.of]
-    return _build(f"stratified({c} of {q})", p, p / c, c, pick, mu, variance, outcomes)
+    return _build(f"stratified({c} of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)
 
 
 def block_of(clusters: Clusters, c: int) -> Sampling:
@@ -347,5 +372,11 @@ def block_of(clusters: Clusters, c: int) -> Sampling:
             for chosen in combinations(_cohort(ids), c):
                 yield 1 / (q * math.comb(len(ids), c)), chosen
 
+    def smoothness(L):
+        return max(
+            q * m / (n * c) * np.max(_with_others(L[ids], L[ids].sum(), c, int(m)))
+            for m, ids in zip(sizes, parts.members)
+        )
+
     p = (c / (q * sizes))[parts.of]
-    return _build(f"block({c} of one of {q})", p, p / c, c, pick, mu, variance, outcomes)
+    return _build(f"block({c} of one of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)

@@ -51,6 +51,20 @@ def minibatch(size: int) -> Sample:
     return draw
 
 
+def check_batch(size: int, data: PyTree) -> None:
+    """ValueError unless every client (leading axis) has `size` rows, padding not counted; on the host, before a run.
+
+    `minibatch` itself draws with replacement, and would not notice.
+    """
+    weights = _weights(data)
+    rows = [jax.tree.leaves(data)[0].shape[1]] if weights is None else (weights > 0).sum(axis=1).tolist()
+    fewest = min(range(len(rows)), key=lambda client: rows[client])
+    if not 1 <= size <= rows[fewest]:
+        raise ValueError(
+            f"batch={size}, but client {fewest} has {rows[fewest]} rows; allowed: 1 to {rows[fewest]}, the rows of the smallest client"
+        )
+
+
 def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Callable[..., tuple[Params, Array]]:
     """`train(key, stepsize, params, data, correction=None) -> (params, loss at the first step)`: `steps` times
 

@@ -1,5 +1,6 @@
 """Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
 
+import inspect
 import re
 from collections import namedtuple
 from collections.abc import Callable
@@ -81,6 +82,19 @@ def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at
     return jax.lax.map(lambda inputs: seeds(keys, *inputs), (hparams, states), batch_size=at_once)
 
 
+# For `loop`, whose states nobody else holds: a chunk writes its end over its beginning, so that n x d shifts exist once.
+_run_in_place = jax.jit(
+    inspect.unwrap(run),
+    static_argnames=("algorithm", "num_rounds", "batch_fn", "axis_name"),
+    donate_argnames="state",
+)
+_sweep_in_place = jax.jit(
+    inspect.unwrap(_sweep_from),
+    static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"),
+    donate_argnames="states",
+)
+
+
 def sweep(
     keys: Key,
     algorithm: Algorithm,
@@ -140,7 +154,7 @@ def _first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -
     return None if finite else start + len(metrics["loss"])
 
 
-def _program(jaxpr) -> tuple[str, list[Any]]:
+def program(jaxpr) -> tuple[str, list[Any]]:
     """Two methods may have equal states and hparams and differ in a compressor only: their programs differ."""
     return re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), list(jaxpr.consts)  # addresses change from process to process
 
@@ -169,6 +183,8 @@ def loop(
     stopped; a checkpoint of another program, start, data, key or hparams is refused.  A run that diverges raises
     `DivergedError` and leaves the last good one in place.
 
+    A chunk writes over the state of the one before: `evaluate` may read the state it gets and not keep it.
+
     With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
     sees all states at once, and a setting that diverges does not stop the others; `at_once` as there.
     """
@@ -177,13 +193,13 @@ def loop(
     swept = key.ndim == 1
     if at_once is not None and not (swept and at_once >= 1):
         raise ValueError(f"at_once={at_once}; allowed: at least 1, with an array of keys")
-    advance_by = partial(_sweep_from, at_once=at_once) if swept else run
-    state = _spread(state, hparams, key) if swept else state
+    advance_by = partial(_sweep_in_place, at_once=at_once) if swept else _run_in_place
+    state = jax.tree.map(jnp.array, _spread(state, hparams, key) if swept else state)  # the caller keeps his
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None:
         strong = jax.tree.map(np.asarray, hparams)
         traced = (_sweep_from if swept else run).trace(key, algorithm, strong, state, data, 1, batch_fn)
-        identity = checkpoints.fingerprint(key, hparams, start=state, data=data, program=_program(traced.jaxpr))
+        identity = checkpoints.fingerprint(key, hparams, start=state, data=data, program=program(traced.jaxpr))
         if Path(checkpoint).exists():
             state, history = checkpoints.load(checkpoint, state, identity)
     done = int(jnp.max(state.server.round))

@@ -1,12 +1,13 @@
 """Cohort-Squeeze: the figures of the thesis's Chapter 5 on logistic regression.
 
     python -m experiments.cohort_squeeze cost            total cost TK against K for several gamma, SPPM-SS and LocalGD, all targets
-    python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1
+    python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1, the cohort under one hub or spread
     python -m experiments.cohort_squeeze solvers         the prox by six solvers: iterations, evaluations, bits
     python -m experiments.cohort_squeeze epsilon         least cost of both methods against the accuracy
     python -m experiments.cohort_squeeze recommended     what `commjax.recommend` predicts, what its choice costs, the best of the grid
     python -m experiments.cohort_squeeze samplings       measured neighbourhoods of four samplings beside their bounds
     python -m experiments.cohort_squeeze stepsizes       speed against neighbourhood for gamma from 1e-3 to 1e5
+    python -m experiments.cohort_squeeze baselines       SPPM-SS against MB-GD and MB-LocalGD at their theoretical stepsizes
     python -m experiments.cohort_squeeze clusters        t-SNE picture of the clients' clusters
     python -m experiments.cohort_squeeze networks        cost to target accuracies, 100 clients (`cohort_squeeze_networks`)
     python -m experiments.cohort_squeeze network-solvers the prox of a network by federated solvers
@@ -25,12 +26,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import cohorts, recommend
+from commjax import recommend
 from commjax.algorithms import sppm_as
-from commjax.data import partition
-from commjax.theory import sppm as theory
+from commjax.data import stacked
 from experiments import cohort_squeeze_networks, plots, tables
 from experiments.cohort_squeeze_grid import (
+    TOPOLOGIES,
     Grid,
     Settings,
     bits_to,
@@ -39,10 +40,9 @@ from experiments.cohort_squeeze_grid import (
     most_rows,
     problem,
     rounds_to,
-    sppm,
     sweep,
 )
-from experiments.ef_bv import load
+from experiments.cohort_squeeze_samplings import baselines, clusters, samplings, stepsizes
 
 
 def targets(found: Grid, settings: Settings) -> dict[str, float]:
@@ -50,25 +50,29 @@ def targets(found: Grid, settings: Settings) -> dict[str, float]:
     return named | {f"{value:g} |x0-x*|^2": value * found.start for value in settings.relative}
 
 
-def cost_rows(name: str, found: Grid, settings: Settings, c1: float, c2: float) -> list[dict]:
+def cheapest(found: Grid, target: float, c1: float, c2: float, topology: str = "one hub") -> dict[str, Any]:
+    """The cheapest setting of SPPM-SS by both counts."""
+    row: dict[str, Any] = {}
+    for count in ("iterations", "evaluations"):
+        ours, _ = costs(found, target, c1, c2, count, topology)
+        if np.isfinite(ours).any():
+            at = int(np.nanargmin(ours))
+            row |= {count: float(ours[at]), f"{count}_gamma": found.pairs[at][0], f"{count}_K": found.pairs[at][1]}
+    return row
+
+
+def cost_rows(name: str, found: Grid, settings: Settings, c1: float, c2: float, topology: str = "flat") -> list[dict]:
     rows = []
     for label, target in targets(found, settings).items():
-        row: dict[str, Any] = {"dataset": name, "target": label, "value": target, "c1": c1, "c2": c2}
-        for count in ("iterations", "evaluations"):
-            ours, local = costs(found, target, c1, c2, count)
-            if np.isfinite(ours).any():
-                at = int(np.nanargmin(ours))
-                row |= {count: float(ours[at]), f"{count}_gamma": found.pairs[at][0], f"{count}_K": found.pairs[at][1]}
-            if np.isfinite(local).any():
-                at = int(np.nanargmin(local))
-                row |= {
-                    "localgd": float(local[at]),
-                    "localgd_stepsize": found.local_pairs[at][0],
-                    "localgd_steps": found.local_pairs[at][1],
-                }
-            if np.isfinite(local[: len(local)]).any():
-                thesis = [c for c, (stepsize, _) in zip(local, found.local_pairs) if stepsize == 0.1 and np.isfinite(c)]
-                row["localgd_at_0.1"] = float(min(thesis)) if thesis else None
+        row: dict[str, Any] = {"dataset": name, "target": label, "value": target, "c1": c1, "c2": c2, "hubs": topology}
+        row |= cheapest(found, target, c1, c2, "one hub" if topology == "flat" else topology)
+        local = costs(found, target, c1, c2, "iterations")[1]
+        if np.isfinite(local).any():
+            at = int(np.nanargmin(local))
+            stepsize, steps = found.local_pairs[at]
+            row |= {"localgd": float(local[at]), "localgd_stepsize": stepsize, "localgd_steps": steps}
+            thesis = [c for c, (stepsize, _) in zip(local, found.local_pairs) if stepsize == 0.1 and np.isfinite(c)]
+            row["localgd_at_0.1"] = float(min(thesis)) if thesis else None
         rows.append(row)
     return rows
 
@@ -78,14 +82,14 @@ def show(rows: list[dict]) -> str:
         return format(row[key], pattern) if row.get(key) is not None else "-"
 
     lines = [
-        f"{'data set':13} {'target |x-x*|^2':>18} {'c1':>5} {'c2':>3} | {'SPPM-SS, iterations (gamma, K)':>31} | {'evaluations (gamma, K)':>25} | {'LocalGD (stepsize, steps)':>27} | at stepsize 0.1"
+        f"{'data set':13} {'target |x-x*|^2':>18} {'c1':>5} {'c2':>3} {'hubs':>8} | {'SPPM-SS, iterations (gamma, K)':>31} | {'evaluations (gamma, K)':>25} | {'LocalGD (stepsize, steps)':>27} | at stepsize 0.1"
     ]
     for r in rows:
         ours = f"{cell(r, 'iterations', '.1f')} ({cell(r, 'iterations_gamma', 'g')}, {cell(r, 'iterations_K', 'd')})"
         true = f"{cell(r, 'evaluations', '.1f')} ({cell(r, 'evaluations_gamma', 'g')}, {cell(r, 'evaluations_K', 'd')})"
         local = f"{cell(r, 'localgd', '.1f')} ({cell(r, 'localgd_stepsize', '.3g')}, {cell(r, 'localgd_steps', 'd')})"
         lines.append(
-            f"{r['dataset']:13} {r['target']:>18} {r['c1']:5g} {r['c2']:3g} | {ours:>31} | {true:>25} | {local:>27} | {cell(r, 'localgd_at_0.1', '.1f')}"
+            f"{r['dataset']:13} {r['target']:>18} {r['c1']:5g} {r['c2']:3g} {r['hubs']:>8} | {ours:>31} | {true:>25} | {local:>27} | {cell(r, 'localgd_at_0.1', '.1f')}"
         )
     return "\n".join(lines)
 
@@ -126,12 +130,24 @@ def cost(settings: Settings) -> list[dict]:
 
 
 def hierarchical(settings: Settings) -> list[dict]:
-    """Figs. L2253 and L5000: the runs of `cost` priced with hubs, (c1 K + c2) T against (c1 + c2) T."""
+    """Figs. L2253 and L5000: the runs of `cost` priced with hubs, c2 = 1, against LocalGD's (c1 + c2) T.
+
+    "one hub": the cohort lies under one hub, (c1 K + c2) T as in the thesis.  "spread": its clients have different hubs, as when
+    hubs are the clusters of stratified sampling; then the server takes part in every aggregation, (c1 + c2) K T.
+    """
     rows: list[dict] = []
-    for name in settings.datasets:
+    size = (2.6 * len(settings.hubs) + 0.6, 2.4 * len(settings.datasets))
+    figure, axes = plt.subplots(len(settings.datasets), len(settings.hubs), figsize=size, squeeze=False, layout="constrained")  # fmt: skip
+    for line, name in zip(axes, settings.datasets):
         found = grid(problem(name, settings), settings)
-        for c1 in (0.1, 0.05):
-            rows += cost_rows(name, found, settings, c1, 1.0)
+        for panel, c1 in zip(line, settings.hubs):
+            for topology in TOPOLOGIES:
+                rows += cost_rows(name, found, settings, c1, 1.0, topology)
+            cost_panel(panel, found, settings.absolute[0], settings, c1, 1.0)
+            panel.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = 1, $|x-x^\\star|^2 <$ {settings.absolute[0]:g}")
+        line[0].set_ylabel("$(c_1 K + c_2) T$, one hub")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
+    plots.save(figure, settings.out / f"hierarchical_{settings.solver}.png")
     tables.save(settings.out / f"hierarchical_{settings.solver}", rows, show(rows))
     return rows
 
@@ -139,52 +155,49 @@ def hierarchical(settings: Settings) -> list[dict]:
 def by_solver(settings: Settings) -> list[dict]:
     """Fig. L4950: the prox by other solvers, each at its best gamma for every K; the price in bits beside the two counts."""
     rows: list[dict] = []
-    names = ("bfgs", "cg", "lbfgs", "agd", "gd", "aicn")
-    figure, axes = plt.subplots(1, 2, figsize=(6.2, 2.6), layout="constrained", sharey=True)
-    name, target = settings.datasets[0], settings.absolute[0]
-    one = problem(name, settings)
-    for solver in names:
-        found = grid(one, replace(settings, solver=solver))
-        bits = bits_to(found, target)
-        for axis, count in zip(axes, ("iterations", "evaluations")):
-            ours, local = costs(found, target, 1.0, 0.0, count)
-            table = ours.reshape(settings.most_local, -1)
-            best = np.where(
-                np.isfinite(table).any(axis=1), np.nanmin(np.where(np.isfinite(table), table, np.inf), axis=1), np.nan
-            )
-            axis.plot(np.arange(1, settings.most_local + 1), best, "o-", markersize=2.5, linewidth=1, label=solver)
-            axis.set_xlabel("local rounds $K$")
-            axis.set_title(f"{name}, counted as {count}")
-        row: dict[str, Any] = {"dataset": name, "solver": solver, "target": target}
-        for count in ("iterations", "evaluations"):
-            ours, local = costs(found, target, 1.0, 0.0, count)
-            if np.isfinite(ours).any():
-                at = int(np.nanargmin(ours))
-                row |= {count: float(ours[at]), f"{count}_gamma": found.pairs[at][0], f"{count}_K": found.pairs[at][1]}
-        if np.isfinite(bits).any():
-            row["kilobits"] = float(np.nanmin(bits)) / 1e3
-        rows.append(row)
-    local = rounds_to(found.localgd, target).mean(axis=1)
-    if np.isfinite(local).any():
-        for axis in axes:
-            axis.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
-        d = len(one.optimum)
-        # as in SPPM-AS: float64 vectors of the cohort's share of clients, one up a round
-        share = settings.clusters / len(one.rows)
-        rows.append({"dataset": name, "solver": "LocalGD, tuned", "target": target, "iterations": float(np.nanmin(local)),
-                     "evaluations": float(np.nanmin(local)), "kilobits": float(np.nanmin(local)) * 64 * d * share / 1e3})  # fmt: skip
-    axes[0].set_ylabel(f"total cost to $|x-x^\\star|^2 <$ {target:g}")
-    axes[0].set_yscale("log")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    names, target = ("bfgs", "cg", "lbfgs", "agd", "gd", "aicn"), settings.absolute[0]
+    size = (6.2, 2.4 * len(settings.datasets) + 0.2)
+    figure, panels = plt.subplots(
+        len(settings.datasets), 2, figsize=size, layout="constrained", sharey="row", squeeze=False
+    )
+    for axes, name in zip(panels, settings.datasets):
+        one = problem(name, settings)
+        for solver in names:
+            found = grid(one, replace(settings, solver=solver))
+            bits = bits_to(found, target)
+            for axis, count in zip(axes, ("iterations", "evaluations")):
+                table = costs(found, target, 1.0, 0.0, count)[0].reshape(settings.most_local, -1)
+                least = np.min(np.where(np.isfinite(table), table, np.inf), axis=1)
+                best = np.where(np.isfinite(least), least, np.nan)
+                axis.plot(np.arange(1, settings.most_local + 1), best, "o-", markersize=2.5, linewidth=1, label=solver)
+                axis.set_xlabel("local rounds $K$")
+                axis.set_title(f"{name}, counted as {count}")
+            row = {"dataset": name, "solver": solver, "target": target} | cheapest(found, target, 1.0, 0.0)
+            if np.isfinite(bits).any():
+                row["kilobits"] = float(np.nanmin(bits)) / 1e3
+            rows.append(row)
+        local = rounds_to(found.localgd, target).mean(axis=1)
+        if np.isfinite(local).any():
+            for axis in axes:
+                axis.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
+            # as in SPPM-AS: float64 vectors of the cohort's share of clients, one up a round
+            spent, share = float(np.nanmin(local)), settings.clusters / len(one.rows)
+            rows.append({"dataset": name, "solver": "LocalGD, tuned", "target": target, "iterations": spent, "evaluations": spent,
+                         "kilobits": spent * 64 * len(one.optimum) * share / 1e3})  # fmt: skip
+        axes[0].set_ylabel(f"total cost to $|x-x^\\star|^2 <$ {target:g}")
+        axes[0].set_yscale("log")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
     plots.save(figure, settings.out / "solvers.png")
-    lines = [f"{'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"]
+    lines = [
+        f"{'data set':13} {'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"
+    ]
     for r in rows:
         at = {
             count: f" ({r[f'{count}_gamma']:g}, {r[f'{count}_K']:d})" if f"{count}_K" in r else ""
             for count in ("iterations", "evaluations")
         }
         cells = [f"{r[count]:.1f}{at[count]}" if count in r else "-" for count in at]
-        lines.append(f"{r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}")
+        lines.append(f"{r['dataset']:13} {r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}")  # fmt: skip
     tables.save(settings.out / "solvers", rows, "\n".join(lines))
     return rows
 
@@ -193,34 +206,37 @@ def epsilon(settings: Settings) -> list[dict]:
     """Fig. L4970: the best cost of both methods against the accuracy, relative to |x^0 - x*|^2; c1 = 1, c2 = 0 and with hubs."""
     rows: list[dict] = []
     fractions = np.geomspace(0.1, 1e-5, 17)
-    figure, axes = plt.subplots(1, 2, figsize=(6.2, 2.5), layout="constrained")
-    name = settings.datasets[0]
-    found = grid(problem(name, settings), settings)
-    for axis, (c1, c2) in zip(axes, ((1.0, 0.0), (0.1, 1.0))):
-        for fraction in fractions:
-            row: dict[str, Any] = {"dataset": name, "fraction": float(fraction), "c1": c1, "c2": c2}
-            for count in ("iterations", "evaluations"):
-                ours, local = costs(found, fraction * found.start, c1, c2, count)
-                row[count] = float(np.nanmin(ours)) if np.isfinite(ours).any() else None
-                row["localgd"] = float(np.nanmin(local)) if np.isfinite(local).any() else None
-            rows.append(row)
-        for key, label in (
-            ("iterations", "SPPM-SS, iterations"),
-            ("evaluations", "SPPM-SS, evaluations"),
-            ("localgd", "LocalGD, tuned"),
-        ):
-            values = [r[key] if r[key] is not None else np.nan for r in rows if r["c1"] == c1]
-            axis.loglog(fractions, values, "o-", markersize=2.5, linewidth=1, label=label)
-        axis.invert_xaxis()
-        axis.set_xlabel(r"target $|x-x^\star|^2 / |x^0-x^\star|^2$")
-        axis.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = {c2:g}")
-    axes[0].set_ylabel("least cost $(c_1 K + c_2) T$")
-    axes[0].legend()
+    labels = {"iterations": "SPPM-SS, iterations", "evaluations": "SPPM-SS, evaluations", "localgd": "LocalGD, tuned"}
+    size = (6.2, 2.3 * len(settings.datasets) + 0.2)
+    figure, panels = plt.subplots(len(settings.datasets), 2, figsize=size, layout="constrained", squeeze=False)
+    for axes, name in zip(panels, settings.datasets):
+        found = grid(problem(name, settings), settings)
+        for axis, (c1, c2) in zip(axes, ((1.0, 0.0), (0.1, 1.0))):
+            curves: dict[str, list] = {key: [] for key in labels}
+            for fraction in fractions:
+                both = {
+                    count: costs(found, fraction * found.start, c1, c2, count)
+                    for count in ("iterations", "evaluations")
+                }
+                values = {count: ours for count, (ours, _) in both.items()} | {"localgd": both["iterations"][1]}
+                row = {key: float(np.nanmin(v)) if np.isfinite(v).any() else None for key, v in values.items()}
+                rows.append({"dataset": name, "fraction": float(fraction), "c1": c1, "c2": c2} | row)
+                for key, value in row.items():
+                    curves[key].append(np.nan if value is None else value)
+            for key, label in labels.items():
+                axis.loglog(fractions, curves[key], "o-", markersize=2.5, linewidth=1, label=label)
+            axis.invert_xaxis()
+            axis.set_xlabel(r"target $|x-x^\star|^2 / |x^0-x^\star|^2$")
+            axis.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = {c2:g}")
+        axes[0].set_ylabel("least cost $(c_1 K + c_2) T$")
+    panels[0, 0].legend()
     plots.save(figure, settings.out / "epsilon.png")
-    lines = [f"{'c1':>5} {'c2':>3} {'fraction':>9} {'iterations':>11} {'evaluations':>12} {'LocalGD':>9}"]
+    lines = [
+        f"{'data set':13} {'c1':>5} {'c2':>3} {'fraction':>9} {'iterations':>11} {'evaluations':>12} {'LocalGD':>9}"
+    ]
     for r in rows:
         cells = ["-" if r[key] is None else f"{r[key]:.1f}" for key in ("iterations", "evaluations", "localgd")]
-        lines.append(f"{r['c1']:5g} {r['c2']:3g} {r['fraction']:9.1e} {cells[0]:>11} {cells[1]:>12} {cells[2]:>9}")
+        lines.append(f"{r['dataset']:13} {r['c1']:5g} {r['c2']:3g} {r['fraction']:9.1e} {cells[0]:>11} {cells[1]:>12} {cells[2]:>9}")  # fmt: skip
     tables.save(settings.out / "epsilon", rows, "\n".join(lines))
     return rows
 
@@ -242,134 +258,33 @@ def recommended(settings: Settings) -> list[dict]:
             for c1, c2 in ((1.0, 0.0), (0.1, 1.0)):
                 advice = recommend.recommend(facts, fraction * start, c1, c2)
                 algorithm = sppm_as.sppm_as(
-                    one.loss, advice.sampling, advice.solver, pool=partition.pool(most_rows(one, advice.sampling))
+                    one.loss, advice.sampling, advice.solver, pool=stacked.pool(most_rows(one, advice.sampling))
                 )
                 label = f"{name}_recommended_{fraction:g}_{c1:g}"
                 record = sweep(
                     one, algorithm, [sppm_as.HParams(advice.gamma, advice.K, 0.0)], settings, label, advice.T + 1
                 )
                 needed = rounds_to(record, fraction * start)[0]
+                asked = [
+                    c1 * record.metrics["local_rounds"][0, seed, : int(T)].sum() + c2 * T if np.isfinite(T) else np.nan
+                    for seed, T in enumerate(needed)
+                ]
                 best, local = costs(found, fraction * start, c1, c2, "iterations")
                 rows.append({
                     "dataset": name, "fraction": fraction, "c1": c1, "c2": c2, "sampling": advice.sampling.name, "gamma": advice.gamma,
-                    "K": advice.K, "T": advice.T, "predicted": advice.cost, "measured": float(np.mean((c1 * advice.K + c2) * needed)),
+                    "K": advice.K, "T": advice.T, "predicted": advice.cost, "measured": float(np.mean((c1 * advice.K + c2) * needed)), "solver": advice.solver_name,
+                    "predicted_evaluations": advice.evaluations, "evaluations": float(np.mean(asked)),
                     "best": float(np.nanmin(best)) if np.isfinite(best).any() else None,
                     "localgd": float(np.nanmin(local)) if np.isfinite(local).any() else None,
                 })  # fmt: skip
-    lines = [f"{'data set':13} {'target':>8} {'c1':>4} {'c2':>3} {'sampling':15} {'gamma':>7} {'K':>3} {'T':>4} {'predicted':>10} {'measured':>9} {'best':>7} {'LocalGD':>8}"]  # fmt: skip
+    lines = [f"{'data set':13} {'target':>8} {'c1':>4} {'c2':>3} {'sampling':15} {'gamma':>7} {'K':>3} {'T':>4} {'predicted':>10} {'measured':>9} {'evaluations: predicted':>22} {'measured':>9} {'best':>7} {'LocalGD':>8}"]  # fmt: skip
     for r in rows:
         cells = ["-" if r[key] is None else f"{r[key]:.1f}" for key in ("measured", "best", "localgd")]
         lines.append(
-            f"{r['dataset']:13} {r['fraction']:8g} {r['c1']:4g} {r['c2']:3g} {r['sampling']:15} {r['gamma']:7.3g} {r['K']:3d} {r['T']:4d} {r['predicted']:10.1f} {cells[0]:>9} {cells[1]:>7} {cells[2]:>8}"
+            f"{r['dataset']:13} {r['fraction']:8g} {r['c1']:4g} {r['c2']:3g} {r['sampling']:15} {r['gamma']:7.3g} {r['K']:3d} {r['T']:4d} {r['predicted']:10.1f} {cells[0]:>9} {r['predicted_evaluations']:22.1f} {r['evaluations']:9.1f} {cells[1]:>7} {cells[2]:>8}"
         )
     tables.save(settings.out / "recommended", rows, "\n".join(lines))
     return rows
-
-
-def samplings(settings: Settings) -> list[dict]:
-    """Fig. L2293: four samplings of equal cohort size, gamma = 1, near-exact prox: where they settle, and the bound."""
-    rows: list[dict] = []
-    gamma, rounds = 1.0, 4 * settings.rounds
-    figure, axes = plt.subplots(
-        1,
-        len(settings.datasets),
-        figsize=(2.6 * len(settings.datasets) + 0.6, 2.4),
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel, name in zip(axes[0], settings.datasets):
-        one = problem(name, settings)
-        n, size = len(one.rows), settings.clusters
-        gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
-        gradients = gradients - gradients.mean(axis=0)
-        kinds = {
-            "stratified": cohorts.stratified(one.clusters), "nice": cohorts.nice(n, size),
-            "block": cohorts.block_of(one.clusters, min(size, settings.per_cluster)), "single": cohorts.nice(n, 1),
-        }  # fmt: skip
-        for kind, sampling in kinds.items():
-            record = sweep(
-                one,
-                sppm(one, sampling, settings, 30),
-                [sppm_as.HParams(gamma, 30, 1e-8)],
-                settings,
-                f"{name}_{kind}",
-                rounds,
-            )
-            curve = record.metrics["distance"][0].mean(axis=0)
-            settled = float(record.metrics["distance"][0][:, rounds // 2 :].mean())
-            sigma2, mu = sampling.variance(gradients), sampling.mu(np.full(n, settings.mu))
-            rows.append(
-                {"dataset": name, "sampling": kind, "size": sampling.size, "sigma2": sigma2, "neighbourhood": settled, "bound": theory.neighbourhood(gamma, mu, sigma2)}
-            )  # fmt: skip
-            panel.semilogy(curve, label=kind, linewidth=1)
-        panel.set_title(f"{name}, $\\gamma$ = {gamma:g}")
-        panel.set_xlabel("global rounds")
-    axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
-    axes[0, 0].legend()
-    plots.save(figure, settings.out / "samplings.png")
-    lines = [f"{'data set':13} {'sampling':11} {'cohort':>6} {'sigma^2':>10} {'measured':>11} {'bound':>11}"]
-    lines += [
-        f"{r['dataset']:13} {r['sampling']:11} {r['size']:6d} {r['sigma2']:10.3e} {r['neighbourhood']:11.3e} {r['bound']:11.3e}"
-        for r in rows
-    ]
-    tables.save(settings.out / "samplings", rows, "\n".join(lines))
-    return rows
-
-
-def stepsizes(settings: Settings) -> list[dict]:
-    """Fig. L4985: any gamma is allowed; a larger one is faster and settles farther away.  MB-GD at 1/L_max beside it."""
-    name = settings.datasets[0]
-    one = problem(name, settings)
-    sampling = cohorts.stratified(one.clusters)
-    gammas = tuple(10.0**power for power in range(-3, 6))
-    record = sweep(
-        one,
-        sppm(one, sampling, settings, 16),
-        [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
-        settings,
-        f"{name}_stepsizes",
-        100,
-    )
-    plain = sweep(
-        one, sppm_as.mb_local_gd(jax.value_and_grad(one.loss), sampling),
-        [sppm_as.LocalHParams(1 / one.smoothness.L_max, steps) for steps in (1, 5)], settings, f"{name}_mbgd", 100,
-    )  # fmt: skip
-    figure, axes = plt.subplots(figsize=(3.4, 2.6), layout="constrained")
-    shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(gammas)))
-    rows = []
-    for shade, gamma, runs in zip(shades, gammas, record.metrics["distance"]):
-        axes.semilogy(runs.mean(axis=0), color=shade, linewidth=1, label=f"{gamma:g}")
-        rows.append({"gamma": gamma, "finite": bool(np.isfinite(runs).all()), "last": float(runs[:, -20:].mean())})
-    for runs, label, line in zip(plain.metrics["distance"], ("MB-GD", "MB-LocalGD, 5 steps"), ("k--", "k:")):
-        axes.semilogy(runs.mean(axis=0), line, linewidth=1, label=label)
-    axes.set_xlabel("global rounds")
-    axes.set_ylabel(r"$|x_t - x^\star|^2$")
-    axes.set_title(f"{name}, SPPM-SS, $K$ = 16")
-    axes.legend(title=r"$\gamma$", title_fontsize=7, ncols=2)
-    plots.save(figure, settings.out / "stepsizes.png")
-    lines = [f"{'gamma':>8} {'mean of the last 20 rounds':>27}"] + [f"{r['gamma']:8g} {r['last']:27.3e}" for r in rows]
-    tables.save(settings.out / "stepsizes", rows, "\n".join(lines))
-    return rows
-
-
-def clusters(settings: Settings) -> None:
-    """Fig. L4870: t-SNE of rows, coloured by cluster."""
-    from sklearn.manifold import TSNE
-
-    figure, axes = plt.subplots(
-        1, len(settings.datasets), figsize=(2.6 * len(settings.datasets), 2.6), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(axes[0], settings.datasets):
-        dataset = load(name)
-        groups = partition.feature_wise(dataset.features, settings.clusters, seed=settings.seed)
-        rng = np.random.default_rng(settings.seed)
-        picked = [rng.permutation(ids)[:100] for ids in groups]
-        points = TSNE(random_state=settings.seed, init="pca").fit_transform(dataset.features[np.concatenate(picked)])
-        panel.scatter(*points.T, c=np.repeat(np.arange(len(picked)), list(map(len, picked))), cmap="tab10", s=3)
-        panel.set_title(f"{name}, {settings.clusters} clusters")
-        panel.set_xticks([])
-        panel.set_yticks([])
-    plots.save(figure, settings.out / "clusters.png")
 
 
 COMMANDS = {
@@ -380,6 +295,7 @@ COMMANDS = {
     "recommended": recommended,
     "samplings": samplings,
     "stepsizes": stepsizes,
+    "baselines": baselines,
     "clusters": clusters,
     "networks": cohort_squeeze_networks.networks,
     "network-solvers": cohort_squeeze_networks.network_solvers,

@@ -4,7 +4,7 @@ Clients: k-means on the rows' features, each cluster cut into equal parts; a coh
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from commjax import cohorts, runner
-from commjax.algorithms import sppm_as
-from commjax.data import partition
+from commjax.algorithms import local_gd, sppm_as
+from commjax.base import Algorithm
+from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
 from commjax.prox import quasi_newton, solvers
 from commjax.records import Record
-from commjax.theory import sppm as theory
 from experiments import tables
 from experiments.ef_bv import load
 
@@ -53,12 +53,14 @@ class Settings:
     solver: Literal["bfgs", "cg", "lbfgs", "agd", "gd", "aicn"] = "bfgs"  # of the prox
     gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
     most_local: int = 15  # K from 1 to this
-    rounds: int = 40  # global rounds, at most
+    rounds: int = 40  # a quarter of the global rounds of `samplings`, a fifth of those of `baselines`
+    cap: int = 100  # local rounds that a run of `cost` may take, the same for both methods
     localgd: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # LocalGD's stepsizes, beside theory's 1/L_max
     seeds: int = 5  # cohorts
     # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
     absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
     relative: tuple[float, ...] = (0.005, 0.001)
+    hubs: tuple[float, ...] = (0.1, 0.05)  # c1 of `hierarchical`, where c2 = 1
     seed: int = 0  # of the clusters and the cohorts
     at_once: int = 18  # settings that are computed side by side; the others follow in the same program
     out: Path = Path("results/cohort_squeeze")  # records, figures
@@ -72,7 +74,7 @@ class Problem(NamedTuple):
     dataset: Dataset
     rows: Any
     clusters: list[np.ndarray]  # of clients
-    data: partition.ClientData
+    data: stacked.ClientData
     smoothness: Smoothness
     optimum: np.ndarray
     loss: Callable
@@ -88,24 +90,41 @@ def problem(name: str, settings: Settings) -> Problem:
         )
     rows = [part for group in groups for part in np.array_split(group, settings.per_cluster)]
     clusters = list(np.arange(len(rows)).reshape(settings.clusters, settings.per_cluster))
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
     smoothness = logistic.constants(dataset, rows, settings.mu)
     optimum = logistic.optimum(dataset, rows, settings.mu).params
     return Problem(name, dataset, rows, clusters, data, smoothness, optimum, partial(logistic.loss, mu=settings.mu))
 
 
-def sweep(
-    problem: Problem, algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
-) -> Record:
-    """All hparams with all seeds in one program; |x - x*|^2 at the start of every round is the metric `distance`."""
+def watched(problem: Problem, algorithm: Algorithm) -> Algorithm:
+    """|x - x*|^2 at the start of every round is the metric `distance`."""
     optimum = jnp.asarray(problem.optimum)
-    algorithm = runner.observe(algorithm, distance=lambda state, batch: jnp.sum((state.server.params - optimum) ** 2))
+    return runner.observe(algorithm, distance=lambda state, batch: jnp.sum((state.server.params - optimum) ** 2))
+
+
+def at_once(count: int, most: int) -> int:
+    """The largest divisor of count that is not much below `most`, so that no second program computes a rest."""
+    return next((size for size in range(most, most // 2, -1) if count % size == 0), most)
+
+
+def sweep(
+    problem: Problem, algorithm: Algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
+) -> Record:
+    """All hparams with all seeds in one program, with the metric `distance` of `watched`."""
+    return follow(problem, watched(problem, algorithm), hparams, settings, label, rounds)
+
+
+def follow(
+    problem: Problem, algorithm: Algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
+) -> Record:
+    """`sweep` of an algorithm that is watched: the same object with as many hparams is compiled once."""
     d = len(problem.optimum)
     state = algorithm.init(jnp.ones(d), jnp.arange(len(problem.rows)))
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
     _, record = runner.loop(
         keys, algorithm, runner.stack(hparams), state, problem.data, settings.rounds if rounds is None else rounds,
-        chunk=5, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress, at_once=settings.at_once,
+        chunk=5, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
+        at_once=at_once(len(hparams), settings.at_once),
         config={"dataset": problem.name, "d": d, "n": len(problem.rows), "solver": settings.solver},
     )  # fmt: skip
     record.save(settings.out / label)
@@ -114,7 +133,7 @@ def sweep(
 
 def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None):
     use = SOLVERS[settings.solver]
-    pool = partition.pool(most_rows(problem, sampling))
+    pool = stacked.pool(most_rows(problem, sampling))
 
     def make(hparams: Any) -> solvers.Solver:
         return use.make(problem.smoothness, hparams, most or settings.most_local)
@@ -134,27 +153,46 @@ class Grid(NamedTuple):
     """Both methods over their grids."""
 
     start: float  # |x^0 - x*|^2
-    sppm: Record  # [gamma x K, seed, round]
+    sppm: Record  # [gamma x K, seed, round]; nan after the last round of a setting
     localgd: Record  # [stepsize x steps, seed, round]
     pairs: list[tuple[float, int]]
     local_pairs: list[tuple[float, int]]
+    cap: float  # local rounds that both may cost
+
+
+def together(records: list[Record]) -> Record:
+    """One record of all settings, nan where a run has ended."""
+    longest = max(record.metrics["distance"].shape[-1] for record in records)
+
+    def extended(values: np.ndarray) -> np.ndarray:
+        room = [(0, 0)] * (values.ndim - 1) + [(0, longest - values.shape[-1])]
+        return np.pad(np.asarray(values, np.float64), room, constant_values=np.nan)
+
+    names = records[0].metrics
+    merged = {name: np.concatenate([extended(record.metrics[name]) for record in records]) for name in names}
+    return replace(records[0], metrics=merged)
 
 
 def grid(problem: Problem, settings: Settings) -> Grid:
+    """Equal caps in cost: LocalGD runs `cap` rounds, SPPM with K local rounds at least cap / K."""
     sampling = cohorts.stratified(problem.clusters)
-    # Sorted by K, so that a few neighbours at a time have inner loops of about equal length.
+    algorithm = watched(problem, sppm(problem, sampling, settings))
+    # Sorted by K, so that a few neighbours at a time have inner loops of about equal length; three K at a time, which is one program
+    # for all, and as many rounds as the smallest K may take.
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
-    ours = sweep(
-        problem, sppm(problem, sampling, settings), [sppm_as.HParams(gamma, K, 1e-9) for gamma, K in pairs], settings,
-        f"{problem.name}_{settings.solver}",
-    )  # fmt: skip
+    ours = []
+    for least in range(1, settings.most_local + 1, 3):
+        hparams = [sppm_as.HParams(gamma, K, 1e-9) for gamma, K in pairs if least <= K < least + 3]
+        label, rounds = f"{problem.name}_{settings.solver}_{least}", 5 * -(-settings.cap // (5 * least))
+        ours.append(follow(problem, algorithm, hparams, settings, label, rounds))
     stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
     local_pairs = [(stepsize, steps) for stepsize in stepsizes for steps in range(1, settings.most_local + 1)]
     theirs = sweep(
-        problem, sppm_as.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
-        [sppm_as.LocalHParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=2 * settings.rounds,
+        problem, local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
+        [local_gd.HParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=settings.cap,
     )  # fmt: skip
-    return Grid(float(np.sum((1 - problem.optimum) ** 2)), ours, theirs, pairs, local_pairs)
+    start = float(np.sum((1 - problem.optimum) ** 2))
+    return Grid(start, together(ours), theirs, pairs, local_pairs, settings.cap)
 
 
 def rounds_to(record: Record, target: float) -> np.ndarray:
@@ -163,23 +201,29 @@ def rounds_to(record: Record, target: float) -> np.ndarray:
     return np.array([[tables.first(run, target) for run in setting] for setting in distance])
 
 
-def costs(found: Grid, target: float, c1: float, c2: float, count: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean cost over seeds (nan unless all reach the target) of every setting of both methods.
+TOPOLOGIES = ("one hub", "spread")
+
+
+def costs(
+    found: Grid, target: float, c1: float, c2: float, count: str, topology: str = "one hub"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean cost over seeds of every setting of both methods; nan unless all reach the target within the cap.
 
     count: "iterations" (the thesis: K local rounds for every global one) or "evaluations" (what was aggregated, P12).
+    topology: "one hub" has the whole cohort and tells the server the result, (c1 K + c2) T; if the cohort is "spread" over hubs the
+    server takes part in every aggregation, (c1 + c2) K T (`sppm_as.Metrics.hub_rounds`).
     """
     T = rounds_to(found.sppm, target)
-    spent = np.zeros_like(T)
+    spent = np.full_like(T, np.nan)
     for (h, s), rounds in np.ndenumerate(T):
         if np.isfinite(rounds):
-            if count == "iterations":
-                spent[h, s] = theory.cost(c1, c2, found.pairs[h][1], int(rounds)) if rounds else 0.0
-            else:
-                spent[h, s] = c1 * found.sppm.metrics["local_rounds"][h, s, : int(rounds)].sum() + c2 * rounds
-        else:
-            spent[h, s] = np.nan
+            rounds = int(rounds)
+            inside = found.pairs[h][1] * rounds if count == "iterations" else found.sppm.metrics["local_rounds"][h, s, :rounds].sum()  # fmt: skip
+            spent[h, s] = c1 * inside + c2 * (rounds if topology == "one hub" else inside)
     local = rounds_to(found.localgd, target) * (c1 + c2)
-    return spent.mean(axis=1), local.mean(axis=1)
+    cap = found.cap * (c1 + c2)
+    ours, theirs = (np.where(mean <= cap, mean, np.nan) for mean in (spent.mean(axis=1), local.mean(axis=1)))
+    return ours, theirs
 
 
 def bits_to(found: Grid, target: float) -> np.ndarray:

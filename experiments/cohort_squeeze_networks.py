@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 
 from commjax import clients, cohorts, runner
-from commjax.algorithms import sppm_as
+from commjax.algorithms import local_gd, sppm_as
 from commjax.base import Algorithm
-from commjax.prox import federated
+from commjax.prox import adaptive, federated
 from commjax.records import Record
 from commjax.theory import sppm as theory
 from experiments import plots, scafflix_networks, tables
@@ -43,6 +44,7 @@ class Settings:
     rates: tuple[float, ...] = (0.0003, 0.001, 0.003, 0.01, 0.03)  # of Adam
     stepsizes: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)  # of LocalGD
     tune_rounds: int = 20  # of a run that tunes a rate
+    workers: tuple[str, ...] = ()  # of `network-solvers`; none: all
     targets: tuple[float, ...] = (0.65, 0.7, 0.75)  # training accuracy
     c1: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)  # cost of a local round, where a global one costs 1
     every: int = 2  # global rounds between two evaluations
@@ -67,33 +69,49 @@ def load_of(settings: Settings) -> Load:
     return settings.task, settings.model, settings.clients, settings.rows
 
 
+class Worker(NamedTuple):
+    """A solver of a network's prox: made from its rate (a pair: the clients' and the server's) and the unflattening of its
+    parameters; `kind` says what a client sends (`federated.vectors_per_round`)."""
+
+    make: Callable[[Any, Callable], Any]
+    kind: Callable
+    two_rates: bool = False
+
+
+ADAM = Worker(lambda rate, unravel: adaptive.adam(rate), adaptive.adam)
+
+
 @cache
-def _proximal(load: Load, cohort: int, solver: Callable) -> Algorithm:
+def _proximal(load: Load, cohort: int, worker: Worker) -> Algorithm:
     """One object, so that all K, rates and seeds share a compiled program"""
     task = scafflix_networks.load(*load)
     n = len(task.train.weights)
-    return sppm_as.sppm_as(task.problem.loss, cohorts.nice(n, min(cohort, n)), lambda hparams: solver(hparams.rate))
+    unravel = ravel_pytree(task.problem.init(jax.random.key(0), task.train.inputs[0, :1]))[1]
+    return sppm_as.sppm_as(
+        task.problem.loss, cohorts.nice(n, min(cohort, n)), lambda hparams: worker.make(hparams.rate, unravel),
+        vectors=float(federated.vectors_per_round(worker.kind)),
+    )  # fmt: skip
 
 
 @cache
 def _local_gd(load: Load, cohort: int) -> Algorithm:
     task = scafflix_networks.load(*load)
     n = len(task.train.weights)
-    return sppm_as.mb_local_gd(jax.value_and_grad(task.problem.loss), cohorts.nice(n, min(cohort, n)))
+    return local_gd.mb_local_gd(jax.value_and_grad(task.problem.loss), cohorts.nice(n, min(cohort, n)))
 
 
-def proximal(K: int, settings: Settings, solver: Callable[[Any], Any] = federated.adam, name: str = "sppm") -> Method:
+def proximal(K: int, settings: Settings, worker: Worker = ADAM, name: str = "sppm") -> Method:
     """SPPM-NICE; the solver's rate is tuned."""
     return Method(
-        f"{name}_K{K}", _proximal(load_of(settings), settings.cohort, solver),
+        f"{name}_K{K}", _proximal(load_of(settings), settings.cohort, worker),
         lambda rate: sppm_as.HParams(settings.gamma, K, rate=rate), lambda c1, c2: theory.cost(c1, c2, K, 1),
     )  # fmt: skip
 
 
-def local_gd(steps: int, settings: Settings) -> Method:
+def averaging(steps: int, settings: Settings) -> Method:
     """LocalGD on the same cohorts; its stepsize is tuned."""
     return Method(
-        f"localgd_{steps}", _local_gd(load_of(settings), settings.cohort), lambda rate: sppm_as.LocalHParams(rate, steps),
+        f"localgd_{steps}", _local_gd(load_of(settings), settings.cohort), lambda rate: local_gd.HParams(rate, steps),
         lambda c1, c2: theory.localgd_cost(c1, c2, 1),
     )  # fmt: skip
 
@@ -105,7 +123,7 @@ def accuracy(problem, params, examples) -> jax.Array:
     return right.sum() / total.sum()
 
 
-def train(task, method: Method, rate: float, seed: int, rounds: int, settings: Settings) -> Record:
+def train(task, method: Method, rate: Any, seed: int, rounds: int, settings: Settings) -> Record:
     algorithm, hparams = method.algorithm, method.hparams(rate)
     params = task.problem.init(jax.random.key(1000 + seed), task.train.inputs[0, :1])
     state = algorithm.init(params, jnp.arange(len(task.train.weights)))
@@ -114,7 +132,7 @@ def train(task, method: Method, rate: float, seed: int, rounds: int, settings: S
         measured = partial(accuracy, task.problem, state.server.params)
         return {"train": float(measured(task.train)), "test": float(measured(task.test))}
 
-    label = f"{settings.task}_{method.name}_{rate:g}_{seed}_{rounds}"
+    label = f"{settings.task}_{settings.model}_{method.name}_{shown(rate)}_{seed}_{rounds}"
     path = settings.out / "networks" / label
     _, record = runner.loop(
         jax.random.key(seed), algorithm, hparams, state, task.train, rounds, chunk=settings.every, evaluate=evaluate,
@@ -125,7 +143,11 @@ def train(task, method: Method, rate: float, seed: int, rounds: int, settings: S
     return record
 
 
-def tuned(task, method: Method, rates, settings: Settings, rounds: int) -> float:
+def shown(rate: Any) -> str:
+    return "_".join(f"{one:g}" for one in rate) if isinstance(rate, tuple) else f"{rate:g}"
+
+
+def tuned(task, method: Method, rates, settings: Settings, rounds: int) -> Any:
     """The rate with the best training accuracy over the second half of a short run, seed 0; a run that diverges loses."""
     scores = {}
     for rate in rates:
@@ -159,7 +181,7 @@ def measure(settings: Settings) -> tuple[dict[int, tuple[Method, float, list[Rec
         K: runs(proximal(K, settings), settings.rates, settings.rounds, settings.tune_rounds) for K in settings.local
     }
     theirs = {
-        steps: runs(local_gd(steps, settings), settings.stepsizes, 4 * settings.rounds, 4 * settings.tune_rounds)
+        steps: runs(averaging(steps, settings), settings.stepsizes, 4 * settings.rounds, 4 * settings.tune_rounds)
         for steps in settings.steps
     }  # fmt: skip
     return ours, theirs
@@ -206,7 +228,7 @@ def networks(settings: Settings) -> list[dict]:
     axes[1].set_xlabel("$c_1$ ($c_2$ = 1)")
     axes[1].set_ylabel("least cost to the target")
     axes[1].legend(fontsize=5)
-    plots.save(figure, settings.out / f"networks_{settings.task}.png")
+    plots.save(figure, settings.out / f"networks_{settings.task}_{settings.model}.png")
     lines = [f"{'target':>7} {'c1':>5} {'c2':>3} {'SPPM-NICE (K)':>22} {'LocalGD (steps)':>24}"]
     for r in rows:
         cells = [
@@ -218,7 +240,11 @@ def networks(settings: Settings) -> list[dict]:
         name: {str(k): rate for k, (_, rate, _) in runs.items()} for name, runs in (("sppm", ours), ("localgd", theirs))
     }
     lines.append(f"tuned rates: {rates}")
-    tables.save(settings.out / f"networks_{settings.task}", [{**row, "rates": rates} for row in rows], "\n".join(lines))
+    tables.save(
+        settings.out / f"networks_{settings.task}_{settings.model}",
+        [{**row, "rates": rates} for row in rows],
+        "\n".join(lines),
+    )
     return rows
 
 
@@ -231,42 +257,58 @@ def plots_curve(axis, records: list[Record], settings: Settings, label: str, pri
         axis.fill_between(at, low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
 
 
-# Three local steps of every client in a local round, as in Fig. L5136; the rate that is tuned is the clients'.
-WORKERS: dict[str, Callable[[Any], Any]] = {
-    "FedSGD": lambda rate: federated.fed_opt(3, rate, optax.sgd(1.0)),
-    "FedAdam": lambda rate: federated.fed_opt(3, rate, optax.sgd(1.0), optax.scale_by_adam()),
-    "FedAdam-Adam": lambda rate: federated.fed_adam(3, rate, 0.01),
-    "MimeLite-Adam": lambda rate: federated.mime_lite(3, rate),
-    "Mime-Adam": lambda rate: federated.mime(3, rate),
-    "FedSpeed": lambda rate: federated.fed_speed(3, rate, 0.1),
-    "Adam": federated.adam,
-}
+# Three local steps of every client in a local round, as in Fig. L5136; the rates that are tuned are the clients' and, where the
+# server has an optimizer of its own, the server's.
+WORKERS: dict[str, Worker] = {
+    "FedSGD": Worker(lambda rate, unravel: federated.fed_opt(3, rate, optax.sgd(1.0)), federated.fed_opt),
+    "FedAdam": Worker(
+        lambda rate, unravel: federated.fed_opt(3, rate, optax.sgd(1.0), optax.scale_by_adam()), federated.fed_opt
+    ),
+    "FedAdam-Adam": Worker(
+        lambda rate, unravel: federated.fed_adam(3, *rate, local=optax.scale_by_adam()), federated.fed_adam, two_rates=True
+    ),
+    "FedAdam-AdaGrad": Worker(
+        lambda rate, unravel: federated.fed_adam(3, *rate, local=optax.scale_by_rss()), federated.fed_adam, two_rates=True
+    ),
+    "Mime-Adam": Worker(lambda rate, unravel: federated.mime(3, rate), federated.mime),
+    "MimeLite-Adam": Worker(lambda rate, unravel: federated.mime_lite(3, rate), federated.mime_lite),
+    "FedSpeed": Worker(lambda rate, unravel: federated.fed_speed(3, rate, 0.1), federated.fed_speed),
+    "Fed-LAMB": Worker(lambda rate, unravel: federated.fed_lamb(3, rate, unravel), federated.fed_lamb),
+    "Adam": ADAM,
+    "Apollo": Worker(lambda rate, unravel: adaptive.apollo(rate), adaptive.apollo),
+    "OASIS": Worker(lambda rate, unravel: adaptive.oasis(rate), adaptive.oasis),
+}  # fmt: skip
 
 
 def network_solvers(settings: Settings) -> list[dict]:
-    """Fig. L5136: K = 3 local rounds of 3 worker steps, gamma = 1, the same tuning grid for all."""
+    """Fig. L5136 and L2300: K = 3 local rounds of 3 worker steps, gamma = 1, the same tuning grid for all rates."""
     task = scafflix_networks.load(*load_of(settings))
     rates = tuple(sorted({*settings.rates, *settings.stepsizes}))
+    pairs = tuple((rate, server) for rate in rates for server in rates)
     rows, figure_axes = [], plt.subplots(1, 2, figsize=(6.2, 2.6), layout="constrained", sharex=True)
     figure, axes = figure_axes
-    for name, solver in WORKERS.items():
-        method = proximal(3, settings, solver, name)
-        rate = tuned(task, method, rates, settings, settings.tune_rounds)
+    if unknown := set(settings.workers) - set(WORKERS):
+        raise ValueError(f"workers has {', '.join(sorted(unknown))}; allowed: {', '.join(WORKERS)}")
+    for name in settings.workers or WORKERS:
+        worker = WORKERS[name]
+        method = proximal(3, settings, worker, name)
+        rate = tuned(task, method, pairs if worker.two_rates else rates, settings, settings.tune_rounds)
         records = [train(task, method, rate, 1 + seed, settings.rounds, settings) for seed in range(settings.seeds)]
         row: dict[str, Any] = {"solver": name, "rate": rate}
         for axis, part in zip(axes, ("train", "test")):
             scores = 100 * np.array([record.evaluations[part] for record in records])
             axis.plot(records[0].evaluations["round"], scores.mean(axis=0), linewidth=1, label=name)
             row |= {part: float(scores[:, -1].mean()), f"{part}_std": float(scores[:, -1].std(ddof=1)) if len(scores) > 1 else 0.0}  # fmt: skip
+        row["megabits"] = float(np.mean([record.metrics["bits_up"].sum() for record in records])) / 1e6
         rows.append(row)
     for axis, part in zip(axes, ("training", "test")):
         axis.set_xlabel("global rounds, $K$ = 3")
         axis.set_ylabel(f"{part} accuracy, %")
     axes[0].legend(fontsize=6)
-    plots.save(figure, settings.out / f"network_solvers_{settings.task}.png")
-    lines = [f"{'solver':14} {'rate':>8} {'training, %':>16} {'test, %':>16}"]
+    plots.save(figure, settings.out / f"network_solvers_{settings.task}_{settings.model}.png")
+    lines = [f"{'solver':15} {'rate':>12} {'training, %':>16} {'test, %':>16} {'Mbit up a client':>17}"]
     lines += [
-        f"{r['solver']:14} {r['rate']:8g} {r['train']:8.2f} +- {r['train_std']:4.2f} {r['test']:8.2f} +- {r['test_std']:4.2f}" for r in rows
+        f"{r['solver']:15} {shown(r['rate']):>12} {r['train']:8.2f} +- {r['train_std']:4.2f} {r['test']:8.2f} +- {r['test_std']:4.2f} {r['megabits']:17.1f}" for r in rows
     ]  # fmt: skip
-    tables.save(settings.out / f"network_solvers_{settings.task}", rows, "\n".join(lines))
+    tables.save(settings.out / f"network_solvers_{settings.task}_{settings.model}", rows, "\n".join(lines))
     return rows

@@ -28,7 +28,7 @@ import tyro
 from commjax import compressors, runner
 from commjax.algorithms import ef_bv
 from commjax.clients import dense_bits
-from commjax.data import embedded, libsvm, partition
+from commjax.data import embedded, libsvm, partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
@@ -37,21 +37,21 @@ from commjax.theory import ef_bv as theory
 from experiments import ef_bv_table, plots
 
 METHODS = ("EF-BV", "EF21")
-SETTINGS = ((1, 1), (1, 2), (2, 1))  # (k, xi), one row of the main figure each
+DATASETS = ("mushrooms", "phishing", "a9a", "w8a")
 
 
 @dataclass(frozen=True)
 class Settings:
-    datasets: tuple[str, ...] = (
-        "mushrooms",
-        "phishing",
-        "a9a",
-        "w8a",
-    )  # LibSVM names, or breast_cancer (embedded)
+    datasets: tuple[str, ...] | None = (
+        None  # LibSVM names, or breast_cancer (embedded); None: those of the thesis's figure
+    )
+    pairs: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (2, 1))  # (k, xi), one row of the main figure each
     n: int = 1000  # clients
     rounds: int = 10_000  # of each run
     mu: float = 0.1  # weight of the regulariser
-    start: Literal["zero", "normal"] = "zero"  # x^0; the authors' code draws it from N(0, I), the text is silent
+    # x^0, of which the text is silent; the authors' code draws it from N(0, I).  auto: zero, and normal in nonconvex runs, where
+    # the regulariser has no gradient at zero
+    start: Literal["auto", "zero", "normal"] = "auto"
     seed: int = 0  # of the shuffle, the start and the compressors
     chunk: int = 250  # rounds between two checkpoints
     out: Path = Path("results/ef_bv")  # records, figures, checkpoints
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
     """A data set on n clients, ready to run: all in float64."""
 
     name: str
-    data: partition.ClientData  # leading client axis
+    data: stacked.ClientData  # leading client axis
     value_and_grad: Callable  # one client's
     smoothness: Smoothness
     floor: float  # f*, or 0 where there is none
@@ -86,7 +86,7 @@ def problem(name: str, settings: Settings, xi: int = 1, n: int | None = None, no
             logistic.optimum(dataset, rows, settings.mu).value,
         )
         smoothness = logistic.constants(dataset, rows, settings.mu)
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
     return Problem(name, data, jax.value_and_grad(loss), smoothness, floor, dataset.features.shape[1])
 
 
@@ -117,9 +117,8 @@ def compare(
     if nonconvex:
         algorithm = runner.observe(algorithm, sq_grad=partial(squared_gradient, problem.value_and_grad))
     key, key_start = jax.random.split(jax.random.key(settings.seed))
-    x0 = jnp.zeros(problem.d) if settings.start == "zero" else jax.random.normal(key_start, (problem.d,))
-    if nonconvex and settings.start == "zero":  # 0 is stationary for the regulariser only; start off it as well
-        x0 = jax.random.normal(key_start, (problem.d,))
+    start = ("normal" if nonconvex else "zero") if settings.start == "auto" else settings.start
+    x0 = jnp.zeros(problem.d) if start == "zero" else jax.random.normal(key_start, (problem.d,))
     shift = jax.vmap(problem.value_and_grad, in_axes=(None, 0))(x0, problem.data)[1]
     _, record = runner.loop(
         key[None],
@@ -135,7 +134,7 @@ def compare(
         bits_init=dense_bits(x0.astype(jnp.float32)),
         config={
             "dataset": problem.name, "d": problem.d, "n": n, "k": k, "k_top": k_top or problem.d // 2, "kept": k,
-            "methods": METHODS, "factors": factors, "floor": problem.floor, "start": settings.start,
+            "methods": METHODS, "factors": factors, "floor": problem.floor, "start": start,
             "L": problem.smoothness.L, "L_tilde": problem.smoothness.L_tilde,
             "predicted": predicted_ratio(constants),
         },
@@ -163,23 +162,18 @@ def predicted_ratio(constants) -> float:
 def bits_to_targets(
     record: Record, fractions=(0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01), metric: str = "loss"
 ) -> list[dict]:
-    """For each fraction of the first gap that both methods reach: rounds and bits of each (h_i^0 apart), and their ratio."""
+    """For each fraction of the first gap that one of the methods reaches: rounds and bits of each (h_i^0 apart; infinite where
+    it was not reached), and their ratio."""
     gap = record.metrics[metric][:, 0] - (record.config["floor"] if metric == "loss" else 0.0)
     bits = record.bits_up()[:, 0] - record.bits_init
     found = []
     for fraction in fractions:
         hits = [np.flatnonzero(row <= fraction * gap[0, 0]) for row in gap]
-        if all(len(hit) for hit in hits):
-            spent = [float(row[hit[0]]) for row, hit in zip(bits, hits)]
-            rounds = [int(hit[0]) for hit in hits]
-            found.append(
-                {
-                    "fraction": fraction,
-                    "rounds": rounds,
-                    "bits": spent,
-                    "ratio": spent[0] / max(spent[1], 1.0),
-                }
-            )
+        if any(len(hit) for hit in hits):
+            spent = [float(row[hit[0]]) if len(hit) else np.inf for row, hit in zip(bits, hits)]
+            rounds = [int(hit[0]) if len(hit) else None for hit in hits]
+            ratio = 0.0 if np.isinf(spent[1]) else spent[0] / max(spent[1], 1.0)
+            found.append({"fraction": fraction, "rounds": rounds, "bits": spent, "ratio": ratio})
     return found
 
 
@@ -215,7 +209,7 @@ def grid_figure(records: dict[tuple[str, int, int], Record], metric: str, ylabel
 
 
 def report(records: dict[tuple[str, int, int], Record], metric: str = "loss") -> str:
-    """Measured bits of EF-BV over EF21 at every target that both reach, beside the prediction."""
+    """Measured bits of EF-BV over EF21 at every target that one of them reaches, beside the prediction."""
     lines = [
         f"{'data set':12} {'k':>2} {'xi':>2} {'target':>7} {'EF-BV bits':>12} {'EF21 bits':>12} {'ratio':>6} {'sqrt(r_av/r)':>13}"
     ]
@@ -233,8 +227,8 @@ def main_figure(settings: Settings) -> dict[tuple[str, int, int], Record]:
     """f(x^t) - f* against bits, comp-(k, d/2), for every data set and (k, xi)."""
     records = {
         (name, k, xi): compare(problem(name, settings, xi), k, settings, f"{name}_k{k}_xi{xi}")
-        for name in settings.datasets
-        for k, xi in SETTINGS
+        for name in settings.datasets or DATASETS
+        for k, xi in settings.pairs
     }
     plots.save(grid_figure(records, "loss", r"$f(x^t) - f^\star$"), settings.out / "main_figure.png")
     text = report(records)
@@ -245,7 +239,7 @@ def main_figure(settings: Settings) -> dict[tuple[str, int, int], Record]:
 
 def nonconvex(settings: Settings) -> dict[tuple[str, int, int], Record]:
     """min |grad f|^2 against bits with the regulariser mu sum x^2/(1+x^2), at the stepsizes of Thm 2.3 (E12, E14)."""
-    names = settings.datasets if settings.datasets != Settings.datasets else settings.datasets[:3]
+    names = settings.datasets or DATASETS[:3]
     records = {
         (name, k, xi): compare(
             problem(name, settings, xi, nonconvex=True),
@@ -255,7 +249,7 @@ def nonconvex(settings: Settings) -> dict[tuple[str, int, int], Record]:
             nonconvex=True,
         )
         for name in names
-        for k, xi in SETTINGS
+        for k, xi in settings.pairs
     }
     plots.save(
         grid_figure(records, "sq_grad", r"$\min_{s \leq t} |\nabla f(x^s)|^2$"),
@@ -280,13 +274,14 @@ def ratio_figure(xs, measured, predicted, xlabel: str, names, path: Path) -> Non
 
 def _ablation(settings: Settings, values, run, xlabel: str, file: str) -> list[dict]:
     """Run `run(name, value)` over the values of each data set; the ratio at the last target that both reach."""
-    names = settings.datasets if settings.datasets != Settings.datasets else ("mushrooms", "phishing")
+    names = settings.datasets or DATASETS[:2]
     rows = []
     for name in names:
         for value in values(name):
             record = run(name, value)
             targets = bits_to_targets(record, (0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01))
-            ratio = targets[-1]["ratio"] if targets else float("nan")
+            both = [row["ratio"] for row in targets if np.isfinite(row["bits"]).all()]
+            ratio = both[-1] if both else float("nan")
             rows.append({"dataset": name, "value": value, "ratio": ratio, "predicted": record.config["predicted"]})
             print(f"{name:12} {xlabel} = {value:6d}: measured {ratio:.3f}, predicted {rows[-1]['predicted']:.3f}")
     pick = {name: [row for row in rows if row["dataset"] == name] for name in names}
@@ -312,11 +307,7 @@ def ablate_n(settings: Settings) -> list[dict]:
 
 def ablate_k(settings: Settings) -> list[dict]:
     """k' = k is top-k, where the two methods are one; k' = d is rand-k."""
-    dimension = {
-        name: load(name).features.shape[1]
-        for name in set(settings.datasets) | {"mushrooms", "phishing"}
-        if name in settings.datasets
-    }
+    dimension = {name: load(name).features.shape[1] for name in settings.datasets or DATASETS[:2]}
     return _ablation(
         settings,
         lambda name: [1, *(dimension[name] * part // 8 for part in (1, 2, 4, 6, 8))],
@@ -329,7 +320,7 @@ def ablate_k(settings: Settings) -> list[dict]:
 def stepsizes(settings: Settings) -> Record:
     """The gap after all rounds against gamma / (theoretical gamma), for both methods, in one vmapped program."""
     factors = tuple(2.0**power for power in range(11))
-    name = settings.datasets[0]
+    name = (settings.datasets or DATASETS)[0]
     record = compare(problem(name, settings), 1, settings, f"{name}_stepsizes", factors=factors)
     last = record.metrics["loss"][:, 0, -1].reshape(2, -1) - record.config["floor"]
     figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
@@ -346,7 +337,7 @@ def stepsizes(settings: Settings) -> Record:
 
 def table(settings: Settings) -> list[ef_bv_table.Cell]:
     """The parameter table: printed, corrected, and ours, side by side."""
-    cells = ef_bv_table.cells(settings.datasets, settings.n, settings.seed)
+    cells = ef_bv_table.cells(settings.datasets or DATASETS, settings.n, settings.seed)
     settings.out.mkdir(parents=True, exist_ok=True)
     text = ef_bv_table.render(cells)
     (settings.out / "table.txt").write_text(text + "\n")

@@ -101,6 +101,9 @@ def tab10_rows(num_rows: int, n: int, xi: int) -> partition.Rows:
 
 def cells(datasets: Iterable[str], n: int = N_TABLE, seed: int = 0, read_data: bool = True) -> list[Cell]:
     """Every cell of the printed table for these data sets; the stepsizes need the files themselves."""
+    names = list(dict.fromkeys(name for name, _, _ in PRINTED))
+    if unknown := [name for name in datasets if name not in names]:
+        raise ValueError(f"datasets: {unknown} are not in the printed table; allowed: {names}")
     found = []
     for (name, k, xi), printed in PRINTED.items():
         if name not in datasets:

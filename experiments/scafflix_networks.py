@@ -20,8 +20,8 @@ import numpy as np
 from commjax import clients, local, runner
 from commjax.algorithms import ditto, fedavg, fedprox, flix, scafflix, scaffold
 from commjax.base import Algorithm
-from commjax.data import embedded, images, partition, text
-from commjax.data.partition import Examples
+from commjax.data import embedded, images, partition, stacked, text
+from commjax.data.stacked import Examples
 from commjax.problems import networks
 from commjax.records import Record
 from experiments import plots, tables
@@ -130,7 +130,7 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
     rows = [rng.permutation(ids)[:most_rows] for ids in rows]
     rest, test = partition.holdout(rows, 0.25)
     train, validation = partition.holdout(rest, 0.2)
-    parts = [jax.tree.map(jnp.asarray, partition.examples(inputs, targets, part)) for part in (train, validation, test)]
+    parts = [jax.tree.map(jnp.asarray, stacked.examples(inputs, targets, part)) for part in (train, validation, test)]
     return Task(parts[0], parts[1], parts[2], networks.classification(module))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax.data import partition
+from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     split: str
     dataset: Dataset
     rows: Any
-    data: partition.ClientData  # leading client axis
+    data: stacked.ClientData  # leading client axis
     smoothness: Smoothness
     optimum: np.ndarray  # [n, d], exact to 1e-12
 
@@ -62,7 +62,7 @@ def problem(name: str, split: str, settings: Settings) -> Problem:
     rows = split_rows(dataset, split, settings.n, settings.seed)
     smoothness = logistic.constants(dataset, rows, settings.mu)
     optimum = np.stack([logistic.optimum(dataset, [ids], settings.mu).params for ids in rows])
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
     return Problem(name, split, dataset, rows, data, smoothness, optimum)
 
 

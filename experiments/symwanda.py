@@ -6,157 +6,35 @@
     python -m experiments.symwanda norms         RIA with l_p norms (L6031)
     python -m experiments.symwanda strategies    S1 to S4 (L6060)
     python -m experiments.symwanda patterns      N:M
-    python -m experiments.symwanda fine-tuning   magnitude, Wanda, RIA with nothing, DSnoT, R^2-DSnoT (L2802)
+    python -m experiments.symwanda fine-tuning   magnitude, Wanda, RIA with nothing, DSnoT, R^2-DSnoT x swaps x layers (L2802)
     python -m experiments.symwanda ablation      hyperparameters of R^2-DSnoT (L6096)
     python -m experiments.symwanda heat-map      a dense weight matrix (L2761)
+    python -m experiments.symwanda zero-shot     accuracy on local task files, dense and pruned, by lm-eval (L2825)
 
 Models: `topics` (comes with the package), `stories260K` (from $COMMJAX_DATA), or a Hugging Face folder with --calibration and --text.
 Every figure is kept in `out` as it is computed; a command that was killed goes on where it was.
 """
 
-import json
 import math
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax.checkpoint import digest, write_atomically
-from commjax.llm import checkpoints, embedded, llama2c, perplexity, texts, tokens
-from commjax.llm.base import Model, Params
 from commjax.progress import progress_bar
-from commjax.pruning import masks, regrow, scores, statistics
 from commjax.pruning import model as pruning
+from commjax.pruning import regrow, scores
 from commjax.pruning.masks import Group
-from commjax.pruning.recipe import Recipe, choose, describe
+from commjax.pruning.recipe import Recipe, choose
 from experiments import plots, tables
+from experiments.symwanda_task import Kept, Settings, load, measured, over_seeds
+from experiments.symwanda_zeroshot import zero_shot
 
 GROUPS: tuple[Group, ...] = ("output", "layer")
-
-
-@dataclass(frozen=True)
-class Settings:
-    model: str = "topics"  # topics, stories260K, or a Hugging Face folder
-    calibration: Path | None = None  # text for a folder
-    text: Path | None = None  # text of the perplexity, for a folder
-    samples: int = 64  # windows of calibration
-    window: int = 256  # tokens
-    most: int = 200  # windows of the perplexity, at most
-    sparsity: float = 0.5  # of the tables with one
-    sparsities: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6)  # of `methods`
-    betas: tuple[float, ...] = (1.0, 0.5, 0.1, 0.05)  # of `beta`
-    seeds: int = 5  # of stochRIA
-    cycles: int = 2  # most swaps of an output; the 50 of the papers are as many hundredths of their 4096 inputs
-    seed: int = 0  # of the calibration windows
-    out: Path = Path("results/symwanda")  # tables, figures
-    progress: bool = True  # show a bar
-
-
-class Task(NamedTuple):
-    model: Model
-    params: Params
-    calibration: np.ndarray  # windows
-    evaluation: np.ndarray  # windows, of other text
-
-
-@cache
-def load(settings: Settings) -> Task:
-    """stories260K is calibrated on stories 100 to 999 and measured on the first 60."""
-    draw = settings.samples, settings.seed
-    if settings.model == "topics":
-        model, params = embedded.load()
-        corpus = embedded.corpus()
-        calibration = tokens.random_windows(corpus.train.tolist(), settings.window, *draw)
-        evaluation = tokens.evaluation_windows(corpus.held_out.tolist(), settings.window)
-    elif settings.model == "stories260K":
-        folder = Path(os.environ.get("COMMJAX_DATA", "data")) / "stories"
-        model, params = llama2c.read(folder / "stories260K.bin")
-        encode = tokens.llama2c(folder / "tok512.bin").encode
-        stories = texts.documents(folder / "tinystories_train_first1000.json.xz")
-        calibration = tokens.document_windows(stories[100:], encode, settings.window, *draw)
-        evaluation = tokens.evaluation_windows([i for s in stories[:60] for i in encode(s)], settings.window)
-    elif settings.calibration is None or settings.text is None:
-        raise ValueError(
-            f"model={settings.model!r}; allowed: topics, stories260K, or a folder with --calibration and --text"
-        )
-    else:
-        model, params = checkpoints.load(settings.model)
-        encode = tokens.load(settings.model).encode
-        calibration = texts.calibration(settings.model, settings.calibration, samples=settings.samples, length=settings.window, seed=settings.seed)  # fmt: skip
-        evaluation = tokens.evaluation_windows(encode("\n\n".join(texts.documents(settings.text))), settings.window)
-    return Task(model, params, calibration, evaluation[: settings.most])
-
-
-def measured(task: Task, recipe: Recipe | None) -> float:
-    """Perplexity after pruning (None: of the dense model)."""
-    params = task.params if recipe is None else pruning.prune(task.model, task.params, task.calibration, recipe)[0]
-    return perplexity.perplexity(perplexity.losses(task.model, params.outer, params.blocks, task.evaluation))
-
-
-def sampled(task: Task, recipe: Recipe) -> Callable[[jax.Array], jax.Array]:
-    """nats a token as a pure function of the key of a score that samples: `jax.vmap` of it is all seeds in one program."""
-    score = recipe.score.function(**recipe.score.options)
-    sparsity = recipe.sparsity
-    assert sparsity is not None
-
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *task.params.blocks)
-    ids = jnp.asarray(task.evaluation)
-
-    def pruned(h, key, block):
-        entering = task.model.block(block, h)[1]
-        for i, name in enumerate(task.model.linear):
-            W = block[name]["kernel"]
-            S = score(W, statistics.of(entering[name]), jax.random.fold_in(key, i))
-            mask = masks.unstructured(S, sparsity, recipe.group)
-            block = block | {name: block[name] | {"kernel": jnp.where(mask, W, 0)}}
-        return task.model.block(block, h)[0], block
-
-    def nats(key):
-        keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(task.params.blocks)))
-        h = task.model.embed(task.params.outer, jnp.asarray(task.calibration))
-        _, blocks = jax.lax.scan(lambda h, one: pruned(h, *one), h, (keys, stacked))
-        h = task.model.embed(task.params.outer, ids)
-        h, _ = jax.lax.scan(lambda h, block: (task.model.block(block, h)[0], None), h, blocks)
-        logits = jax.nn.log_softmax(task.model.head(task.params.outer, h[:, :-1]).astype(jnp.float32))
-        return -jnp.mean(jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1))
-
-    return nats
-
-
-def over_seeds(task: Task, recipe: Recipe, seeds: int) -> list[float]:
-    """Perplexities of `recipe` with seeds 0, 1, ..."""
-    keys = jnp.stack([jax.random.key(seed) for seed in range(seeds)])
-    return np.exp(np.asarray(jax.jit(jax.vmap(sampled(task, recipe)))(keys), np.float64)).tolist()
-
-
-class Kept(NamedTuple):
-    """What was computed already, on disk."""
-
-    path: Path
-    values: dict[str, Any]
-
-    @staticmethod
-    def open(settings: Settings) -> "Kept":
-        """One file a model and calibration."""
-        task = load(settings)
-        told = digest({"c": task.calibration, "e": task.evaluation, "w": task.params})
-        path = settings.out / f"{Path(settings.model).name}_{told}.json"
-        return Kept(path, json.loads(path.read_text()) if path.exists() else {})
-
-    def get(self, recipe: Recipe | None, compute: Callable[[], Any], **more: Any) -> Any:
-        name = json.dumps({"recipe": None if recipe is None else describe(recipe), **more}, sort_keys=True)
-        if name not in self.values:
-            self.values[name] = compute()
-            write_atomically(self.path, json.dumps(self.values, indent=1).encode())
-        return self.values[name]
 
 
 def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tuple[Group, ...] = GROUPS) -> list[dict]:
@@ -181,14 +59,14 @@ def dense(settings: Settings) -> float:
 def report(settings: Settings, command: str, rows: list[dict], about: str) -> list[dict]:
     lines = [
         f"{Path(settings.model).name}: perplexity, {about}; dense {dense(settings):.3f}",
-        f"{'':34} {'output group':>16} {'layer group':>16}",
+        f"{'':38} {'output group':>16} {'layer group':>16}",
     ]
     for row in rows:
         cells = [
             "-" if row.get(group) is None else f"{row[group]:.3f}" + (f" +- {row[f'{group}_std']:.3f}" if f"{group}_std" in row else "")
             for group in GROUPS
         ]  # fmt: skip
-        lines.append(f"{row['name']:34} {cells[0]:>16} {cells[1]:>16}")
+        lines.append(f"{row['name']:38} {cells[0]:>16} {cells[1]:>16}")
     tables.save(settings.out / f"{command}_{Path(settings.model).name}", rows, "\n".join(lines))
     return rows
 
@@ -237,24 +115,26 @@ def alpha(settings: Settings) -> list[dict]:
     return report(settings, "alpha", grid(settings, recipes, "alpha"), f"{100 * settings.sparsity:g} %")
 
 
+def drawn(settings: Settings, name: str, recipe: Recipe) -> dict[str, Any]:
+    """A row of a score that samples: mean and deviation over seeds."""
+    task, kept = load(settings), Kept.open(settings)
+    row: dict[str, Any] = {"name": name}
+    for group in ("output",) if recipe.pattern else GROUPS:
+        one = recipe._replace(group=group)
+        found = kept.get(one, lambda one=one: over_seeds(task, one, settings.seeds), seeds=settings.seeds)
+        row |= {group: float(np.mean(found)), f"{group}_std": float(np.std(found, ddof=1)) if len(found) > 1 else 0.0}
+    return row
+
+
 def beta(settings: Settings) -> list[dict]:
     """Tables L2707 and L6079: stochRIA at alpha = 1, independent and shared sets, mean and deviation over seeds."""
-    task, kept = load(settings), Kept.open(settings)
     rows = grid(settings, {"RIA": Recipe(settings.sparsity, score=choose(scores.ria, alpha=1.0))}, "RIA")
     pairs = [(value, shared) for value in settings.betas for shared in (False, True)]
     with progress_bar("beta", len(pairs), enabled=settings.progress) as advance:
         for number, (value, shared) in enumerate(pairs):
-            row: dict[str, Any] = {"name": f"beta = {value:g}{', shared sets' if shared else ''}"}
-            for group in GROUPS:
-                recipe = Recipe(
-                    settings.sparsity, score=choose(scores.stoch_ria, beta=value, shared=shared), group=group
-                )
-                found = kept.get(
-                    recipe, lambda recipe=recipe: over_seeds(task, recipe, settings.seeds), seeds=settings.seeds
-                )
-                row |= {group: float(np.mean(found)), f"{group}_std": float(np.std(found, ddof=1)) if len(found) > 1 else 0.0}  # fmt: skip
-            rows.append(row)
-            advance(number + 1, {"perplexity": row["output"]})
+            recipe = Recipe(settings.sparsity, score=choose(scores.stoch_ria, beta=value, shared=shared))
+            rows.append(drawn(settings, f"beta = {value:g}{', shared sets' if shared else ''}", recipe))
+            advance(number + 1, {"perplexity": rows[-1]["output"]})
     return report(settings, "beta", rows, f"{100 * settings.sparsity:g} %, {settings.seeds} seeds")
 
 
@@ -279,60 +159,83 @@ def strategies(settings: Settings) -> list[dict]:
 
 
 def patterns(settings: Settings) -> list[dict]:
-    """N of every M inputs kept, where M divides the inputs of every layer."""
+    """Table L2707: N of every M inputs kept, where M divides the inputs of every layer; stochRIA with beta = 0.1 over seeds."""
     model = load(settings).model
     inputs = [model.block_shapes[name]["kernel"][0] for name in model.linear]
-    recipes = {
-        f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score)
-        for n, m in ((2, 4), (4, 8))
-        if all(size % m == 0 for size in inputs)
-        for name, score in SCORES.items()
-    }
-    return report(settings, "patterns", grid(settings, recipes, "N:M"), "N:M")
+    fitting = [(n, m) for n, m in ((2, 4), (4, 8)) if all(size % m == 0 for size in inputs)]
+    recipes = {f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score) for n, m in fitting for name, score in SCORES.items()}  # fmt: skip
+    rows = grid(settings, recipes, "N:M")
+    for n, m in fitting:
+        rows.append(drawn(settings, f"stochRIA, {n}:{m}", Recipe(pattern=(n, m), score=choose(scores.stoch_ria))))
+    return report(settings, "patterns", rows, f"N:M, {settings.seeds} seeds of stochRIA")
 
 
 BASES = {"magnitude": SCORES["magnitude"], "Wanda": SCORES["Wanda"], "RIA": SCORES["RIA, alpha = 0.5"]}
-SWAPS = {"": None, " + DSnoT": regrow.dsnot, " + R^2-DSnoT": regrow.r2_dsnot}
-EVERYWHERE = ("",)  # all linear layers, where the released DSnoT swaps in the attention only
+# R^2-DSnoT as the ablation's best rows have it, their base names swapped back (W15d).
+R2 = {
+    "magnitude": {},
+    "Wanda": {"relative_grow": False, "relative_prune": True, "gamma_prune": 1e-3},
+    "RIA": {"relative_grow": True, "relative_prune": False, "gamma_prune": 1e-4},
+}
+LAYERS = {
+    "attention": ("self_attn.",),
+    "all": ("",),
+}  # beginnings of names; the released DSnoT swaps in the attention only
+
+
+def r2_dsnot(settings: Settings, base: str, cycles: int, layers: str, **changes: Any) -> Recipe:
+    choice = choose(regrow.r2_dsnot, cycles=cycles, **(R2[base] | changes))
+    return Recipe(settings.sparsity, score=BASES[base], regrow=choice, regrow_layers=LAYERS[layers])
 
 
 def swapped(settings: Settings) -> dict[str, Recipe]:
-    """Every base with every kind of swaps."""
+    """Every base with nothing, DSnoT and R^2-DSnoT, for every number of swaps and choice of layers."""
     recipes = {}
     for base, score in BASES.items():
-        for name, function in SWAPS.items():
-            choice = None if function is None else choose(function, cycles=settings.cycles)
-            recipes[base + name] = Recipe(settings.sparsity, score=score, regrow=choice, regrow_layers=EVERYWHERE)
+        recipes[base] = Recipe(settings.sparsity, score=score)
+        for cycles, layers in product(settings.cycles, settings.layers):
+            r2 = r2_dsnot(settings, base, cycles, layers)
+            recipes[f"{base} + DSnoT, {cycles}, {layers}"] = r2._replace(regrow=choose(regrow.dsnot, cycles=cycles))
+            recipes[f"{base} + R^2-DSnoT, {cycles}, {layers}"] = r2
     return recipes
 
 
 def fine_tuning(settings: Settings) -> list[dict]:
-    """Table L2802 at 60 %: swaps in all layers."""
+    """Table L2802 at 60 %: at most 50 swaps an output in the attention (the thesis's and the released setting), and others."""
     settings = replace(settings, sparsity=0.6)
-    recipes = swapped(settings)
-    return report(settings, "fine_tuning", grid(settings, recipes, "fine-tuning"), f"{100 * settings.sparsity:g} %")
+    about = f"{100 * settings.sparsity:g} %; most swaps of an output, layers that swap"
+    return report(settings, "fine_tuning", grid(settings, swapped(settings), "fine-tuning"), about)
 
 
 def ablation(settings: Settings) -> list[dict]:
-    """Table L6096: one option of R^2-DSnoT at a time, on Wanda's and RIA's masks at 60 %."""
+    """Table L6096: one option of R^2-DSnoT changed at a time, on Wanda's and RIA's masks at 60 %."""
     settings = replace(settings, sparsity=0.6)
+    cycles, layers = settings.cycles[0], settings.layers[0]
     options: dict[str, dict[str, Any]] = {
-        "default": {},
+        "best": {},
+        "p = 1": {"p": 1.0},
+        "p = inf": {"p": math.inf},
+        "gamma_prune = 0": {"gamma_prune": 0.0},
+        "gamma_prune = 1e-4": {"gamma_prune": 1e-4},
+        "gamma_prune = 1e-3": {"gamma_prune": 1e-3},
+        "neither relative": {"relative_grow": False, "relative_prune": False},
+        "relative grow only": {"relative_grow": True, "relative_prune": False},
         "relative prune only": {"relative_grow": False, "relative_prune": True},
-        "relative grow and prune": {"relative_prune": True},
-        "neither": {"relative_grow": False},
-        "gamma = 1e-3, out (constant)": {"gamma_grow": 1e-3, "gamma_prune": 1e-3},
-        "gamma = 1e-3, in": {"gamma_grow": 1e-3, "gamma_prune": 1e-3, "regularizer": "in"},
-        "gamma = 1e-3, in, p = 1": {"gamma_grow": 1e-3, "gamma_prune": 1e-3, "regularizer": "in", "p": 1.0},
-        "gamma = 1e-3, toggled": {"gamma_grow": 1e-3, "gamma_prune": 1e-3, "regularizer": "toggled"},
+        "relative grow and prune": {"relative_grow": True, "relative_prune": True},
+        # Printed, the regulariser is one number an output and changes nothing (W5); these vary within an output.
+        "regularizer in": {"regularizer": "in"},
+        "regularizer in, p = 1": {"regularizer": "in", "p": 1.0},
+        "regularizer in, p = inf": {"regularizer": "in", "p": math.inf},
+        "regularizer toggled": {"regularizer": "toggled"},
         "printed grow rule": {"literal": True},
     }
     recipes = {
-        f"{base}, {name}": Recipe(settings.sparsity, score=BASES[base], regrow=choose(regrow.r2_dsnot, cycles=settings.cycles, **more), regrow_layers=EVERYWHERE)
+        f"{base}, {name}": r2_dsnot(settings, base, cycles, layers, **more)
         for base in ("Wanda", "RIA")
         for name, more in options.items()
-    }  # fmt: skip
-    return report(settings, "ablation", grid(settings, recipes, "ablation"), f"{100 * settings.sparsity:g} %")
+    }
+    about = f"{100 * settings.sparsity:g} %, {cycles} swaps at most, layers: {layers}"
+    return report(settings, "ablation", grid(settings, recipes, "ablation"), about)
 
 
 def heat_map(settings: Settings) -> None:
@@ -362,7 +265,7 @@ def heat_map(settings: Settings) -> None:
 
 COMMANDS = {
     "methods": methods, "alpha": alpha, "beta": beta, "norms": norms, "strategies": strategies, "patterns": patterns,
-    "fine-tuning": fine_tuning, "ablation": ablation, "heat-map": heat_map,
+    "fine-tuning": fine_tuning, "ablation": ablation, "heat-map": heat_map, "zero-shot": zero_shot,
 }  # fmt: skip
 
 if __name__ == "__main__":

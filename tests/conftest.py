@@ -1,6 +1,7 @@
 """Strict by default: float64, no silent promotion, eight simulated devices, types checked at run time."""
 
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -10,6 +11,13 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Most of the suite's time is compilation: programs are kept from module to module and from run to run (a folder a worker, since
+# an entry is not written atomically).
+worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "programs" / worker))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 install_import_hook("commjax", "beartype.beartype")
 

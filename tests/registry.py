@@ -13,11 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from commjax import cohorts, compressors, prox
-from commjax.algorithms import ditto, ef_bv, fedavg, fedprox, flix, scafflix, scaffold, sppm_as
+from commjax import cohorts, compressors, layers, plans, prox
+from commjax.algorithms import (
+    aggregation,
+    ditto,
+    ef_bv,
+    fedavg,
+    fedp3,
+    fedprox,
+    flix,
+    ldp_fedp3,
+    local_gd,
+    scafflix,
+    scaffold,
+    sketched,
+    sppm_as,
+    submodels,
+)
 from commjax.base import Algorithm, Compressor, State
 from commjax.problems import quadratic
-from commjax.prox import solvers
+from commjax.prox import cohort, solvers
 
 N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
 
@@ -183,20 +198,62 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
             quadratic.loss,
             cohorts.nice(N, 5),
             lambda hparams: solvers.gradient_descent(2.5),
-            sppm_as.Hubs.make([0, 1, 1, 0, 2, 2, 0, 1]),
+            cohort.Hubs.make([0, 1, 1, 0, 2, 2, 0, 1]),
         ),
         sppm_as.HParams(2.0, 2),
         1,
         {},
     ),
     "mb-local-gd": (
-        sppm_as.mb_local_gd(VALUE_AND_GRAD, cohorts.block(CLUSTERS)),
-        sppm_as.LocalHParams(0.2, 3),
+        local_gd.mb_local_gd(VALUE_AND_GRAD, cohorts.block(CLUSTERS)),
+        local_gd.HParams(0.2, 3),
         1,
         {},
     ),
     "ditto": (ditto.ditto(VALUE_AND_GRAD, steps=3), ditto.HParams(0.2, 0.1, 0.3), 2, {}),
+    "sketched": (sketched.sketched(VALUE_AND_GRAD), sketched.HParams(0.2), 1, {}),
+    "sketched pruned": (
+        sketched.sketched(VALUE_AND_GRAD, sketched.uniform(0.9), compressors.identity(), steps=2),
+        sketched.HParams(0.2),
+        1,
+        {},
+    ),
 }
+
+
+def rows_loss(params: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
+    """A mean over rows, for methods that look at single ones."""
+    return 0.5 * jnp.mean((data["a"] @ params - data["b"]) ** 2)
+
+
+PRIVATE: dict[str, Algorithm] = {
+    "ldp-fedp3": ldp_fedp3.ldp_fedp3(rows_loss),
+    "ldp-fedp3 sent": ldp_fedp3.ldp_fedp3(rows_loss, clipped="sent", capacity=4),
+}
+
+
+def on_rows(name: str, dtype: Any) -> Case:
+    rng = np.random.default_rng(4)
+    data = cast({"a": rng.standard_normal((N, 6, D)), "b": 3 * rng.standard_normal((N, 6))}, dtype)
+    hparams = ldp_fedp3.HParams(0.1, 5.0, 0.05, 0.7)
+    return Case(name, PRIVATE[name], hparams, start(dtype), data, jnp.asarray(IDS), {}, 1)
+
+
+def by_layers(name: str, dtype: Any) -> Case:
+    """FedP3, its params in three layers: half of the clients train two of them, masks are drawn from the key."""
+    flat = start(dtype)
+    params = {"a": {"kernel": flat[:6].reshape(2, 3)}, "b": {"bias": flat[6:8]}, "head": {"kernel": flat[8:]}}
+    found = layers.named(params, final="head")
+    if name == "fedp3":
+        plan = plans.plan(found, [["a", "b", "head"], ["b", "head"]] * (N // 2), 0.67)
+        how = {"pruning": submodels.random(), "local_pruning": submodels.ordered(0.9, 2), "cohort": 6}
+    else:
+        plan = plans.plan(found, [["a", "b", "head"], ["a", "head"]] * (N // 2))
+        held = jax.tree.map(lambda leaf: leaf[0], cast(PROBLEM, dtype))
+        attention = aggregation.attention(held, steps=2, stepsize=0.5)
+        how = {"aggregate": attention, "others": "masked", "local_head": True, "over": jax.vmap}
+    algorithm = fedp3.fedp3(tree_loss, plan, steps=2, **how)
+    return Case(name, algorithm, fedp3.HParams(0.2), params, cast(PROBLEM, dtype), jnp.asarray(IDS), {})
 
 
 BUILDERS: dict[str, Callable[[str, Any], Case]] = {
@@ -214,6 +271,9 @@ BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     "diana": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.diana, dtype),
     "compressed gd": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.compressed_gd, dtype),
     "gd": on_gradient_descent,
+    "fedp3": by_layers,
+    "fedp3 attention": by_layers,
+    **dict.fromkeys(PRIVATE, on_rows),
     **{
         name: lambda name, dtype: on_local_steps(name, *LOCAL[name][:2], dtype, LOCAL[name][2], **LOCAL[name][3])
         for name in LOCAL

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 
 from commjax import clients, local, tree
 from commjax.algorithms.fedavg import Server, bits_down, server_step
-from commjax.base import Algorithm, Message, Params, State
+from commjax.base import Algorithm, Params, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -56,6 +56,6 @@ def ditto(
         shared, loss = train(key, hparams.stepsize, server.params, data)
         personal, _ = train(key_personal, hparams.personal, client.model, data, pull)
         update = tree.sub(shared, server.params)
-        return Client(client.id, personal), Message(update, clients.bits_of(update)), loss
+        return Client(client.id, personal), round.send(update), loss
 
     return clients.federated(init, client_step, server_step, bits_down, cohort, over)

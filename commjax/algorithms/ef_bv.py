@@ -1,8 +1,10 @@
 """EF-BV: error feedback for biased and variance reduction for unbiased compressors, in one method."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
@@ -63,18 +65,23 @@ def ef_bv(
     Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
     Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
     Precision: with theory's small gamma a float32 run stalls where gamma g is below half an ulp of x, a gap near 1e-7; use
-    float64 (and `compressors.rounded` for float32 messages) where that matters.
+    float64 (and `compressors.rounded` for float32 messages) where that matters.  In bfloat16 the rounded updates of h and of
+    the h_i drift apart, h is no longer their mean, and the method settles elsewhere: keep params in float32 or better.
     """
     prox = (zero() if regularizer is None else regularizer).prox
 
     def init(params: Params, ids: Int[Array, "n"], shift: PyTree | None = None) -> State:
         rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
+        if wrong := [leaf.shape for leaf in jax.tree.leaves(rows) if len(leaf) != len(ids)]:
+            raise ValueError(
+                f"shift must have one row for each of the {len(ids)} clients, got leaves of shapes {wrong}"
+            )
         server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=clients.mean(rows))
         return State(server, Client(id=ids, shift=rows))
 
     def client_step(round, hparams, server, client, data):
         loss, grad = value_and_grad(server.params, data)
-        d = compressor.compress(round.key, tree.sub(grad, client.shift), round.id, round.n)
+        d = round.send(tree.sub(grad, client.shift))
         return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
 
     def server_step(hparams, server, d):
@@ -85,7 +92,16 @@ def ef_bv(
             shift=tree.add_scaled(server.shift, hparams.lam, d),
         )
 
-    return clients.federated(init, client_step, server_step, bits_down=lambda server: clients.dense_bits(server.params))
+    def bits_down(server):
+        return clients.dense_bits(server.params)
+
+    return clients.federated(init, client_step, server_step, bits_down, compressor=compressor)
+
+
+def _check(smoothness: Smoothness, *names: str) -> None:
+    for name in names:
+        if not 0 < (value := getattr(smoothness, name)) < math.inf:
+            raise ValueError(f"smoothness.{name} must be positive and finite, got {value}")
 
 
 def gd(value_and_grad, regularizer: Regularizer | None = None) -> Algorithm:
@@ -107,6 +123,7 @@ def theoretical(
 
     Thesis: Remark 1 (L1052).  Differs: E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
     """
+    _check(smoothness, "L", "L_tilde")
     lam = theory.best_scaling(constants.eta, constants.omega) if lam is None else lam
     nu = theory.best_scaling(constants.eta, constants.omega_ran) if nu is None else nu
     if not 0 < nu <= 1:
@@ -127,8 +144,11 @@ def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, us
 def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly convex") -> HParams:
     """nu = 1.  "strongly convex": lambda = 1/(1+omega), unbiased compressors, f_i convex, the larger gamma of Prop. DIANA
     (L1097).  "pl", "kl", "nonconvex": lambda*, any compressor (App. B, L2911)."""
+    if regime not in (regimes := ("strongly convex", *theory.REGIMES)):
+        raise ValueError(f"diana: regime must be one of {regimes}, got {regime!r}")
     if regime != "strongly convex":
         return theoretical(constants, smoothness, regime, nu=1.0)
+    _check(smoothness, "L_max")
     if constants.eta != 0:
         raise ValueError(f"diana: the strongly convex regime needs an unbiased compressor, got eta = {constants.eta}")
     lam = theory.best_scaling(0.0, constants.omega)
@@ -139,9 +159,11 @@ def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
     """No control variates (lambda = 0): gradient descent on unbiased messages, which stops at a neighbourhood."""
     if constants.eta != 0:
         raise ValueError(f"compressed_gd: needs an unbiased compressor, got eta = {constants.eta}")
+    _check(smoothness, "L", "L_max")
     return HParams(theory.compressed_gd_stepsize(smoothness.L, smoothness.L_max, constants.omega_ran), 0.0, 1.0)
 
 
 def gradient_descent(smoothness: Smoothness) -> HParams:
     """gamma = 1/L for `gd`."""
+    _check(smoothness, "L")
     return HParams(1 / smoothness.L, 1.0, 1.0)

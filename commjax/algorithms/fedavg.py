@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from commjax import clients, local, tree
-from commjax.base import Algorithm, Message, Params, State
+from commjax.base import Algorithm, Params, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -52,7 +52,7 @@ def fedavg(
     def client_step(round, hparams, server, client, data):
         model, loss = train(round.own_key, hparams.stepsize, server.params, data)
         update = tree.sub(model, server.params)
-        return client, Message(update, clients.bits_of(update)), loss
+        return client, round.send(update), loss
 
     return clients.federated(init, client_step, server_step, bits_down, cohort, over)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from commjax import clients, local, tree
 from commjax.algorithms.fedavg import Client, Server, bits_down, server_step
-from commjax.base import Algorithm, Message, Params, State
+from commjax.base import Algorithm, Params, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -47,6 +47,6 @@ def fedprox(
 
         model, loss = train(round.own_key, hparams.stepsize, server.params, data, pull)
         update = tree.sub(model, server.params)
-        return client, Message(update, clients.bits_of(update)), loss
+        return client, round.send(update), loss
 
     return clients.federated(init, client_step, server_step, bits_down, cohort, over)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from commjax import clients, local, tree
-from commjax.base import Algorithm, Key, Message, Params, State
+from commjax.base import Algorithm, Key, Params, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -93,7 +93,7 @@ def flix(
     def client_step(round, hparams, server, client, data):
         alpha = own(hparams.alpha, client.id)
         loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.own_key, data))
-        return client, Message(grad, clients.bits_of(grad)), loss
+        return client, round.send(grad), loss
 
     def server_step(hparams, server, grad):
         return Server(server.round + 1, tree.add_scaled(server.params, -hparams.gamma, grad))

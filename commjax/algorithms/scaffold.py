@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from commjax import clients, local, tree
-from commjax.base import Algorithm, Message, Params, State
+from commjax.base import Algorithm, Params, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -58,7 +58,7 @@ def scaffold(
         update = tree.sub(model, server.params)
         change = tree.sub(tree.scale(-1 / (steps * hparams.stepsize), update), server.shift)
         share = (round.n if cohort is None else cohort) / round.n
-        message = Message((update, tree.scale(share, change)), clients.bits_of((update, change)))
+        message = round.send((update, tree.scale(share, change)))
         return Client(client.id, tree.add(client.shift, change)), message, loss
 
     def server_step(hparams, server, message):
@@ -72,4 +72,4 @@ def scaffold(
     def bits_down(server):
         return clients.dense_bits((server.params, server.shift))
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over, down=("params", "shift"))

@@ -9,6 +9,7 @@ import numpy as np
 from commjax.base import Compressor, Constants, Key
 
 _LARGEST_LAW = 4096  # outcomes; beyond it sampling is cheaper
+_DRAWS_OF_LAW = 200  # of `compress`, for each trial vector of an enumeration
 _TOLERANCE = 1e-9
 
 
@@ -56,6 +57,13 @@ def _exact(compressor: Compressor, xs: np.ndarray) -> Constants:
     return Constants(bias.max(), variance.max(), average)
 
 
+def _follows_its_law(compressor: Compressor, xs: np.ndarray, draws: np.ndarray, precision: float) -> bool:
+    """Is every draw of `compress` one of the outcomes that have a positive probability?"""
+    probability, values = compressor.outcomes(xs)  # type: ignore[misc]
+    distance = np.abs(draws[:, None] - values[probability > 0][None]).max(axis=(2, 3))
+    return bool((distance.min(axis=1) <= precision * (np.abs(xs).max() + np.abs(values).max())).all())
+
+
 def _sampler(compressor: Compressor, n: int):
     """(keys [samples], xs [n, d]) -> values [samples, n, d]"""
 
@@ -99,9 +107,9 @@ def certify(
 ) -> Certificate:
     """Measure eta, omega and omega_ran of n clients on R^d, and refuse constants that are violated.
 
-    For d and n small enough every outcome is enumerated and the expectations are exact; otherwise they are sampled, and a
-    constant counts as violated when it lies z standard errors below the estimate.  A measured value is a lower bound of the
-    true constant: the supremum is over the trial vectors only.
+    For d and n small enough every outcome is enumerated and the expectations are exact (and what `compress` draws must be
+    among the outcomes); otherwise they are sampled, and a constant counts as violated when it lies z standard errors below the
+    estimate.  A measured value is a lower bound of the true constant: the supremum is over the trial vectors only.
 
     >>> from commjax.compressors import rand_k
     >>> certify(rand_k(2), d=4, n=2).measured
@@ -109,6 +117,8 @@ def certify(
     """
     stated = compressor.constants(d, n)
     tolerance = _TOLERANCE
+    key = jax.random.key(0) if key is None else key
+    sample, rounding = _sampler(compressor, n), 32 * float(jnp.finfo(jnp.zeros(()).dtype).eps)
     trial = trial_vectors(np.random.default_rng(0), d, n, trials)
     exact = compressor.outcomes is not None and d <= enumerate_up_to and n <= 3
     if exact:
@@ -116,11 +126,15 @@ def certify(
     if exact:
         rows = [_exact(compressor, xs) for xs in trial]
         pairs = [(row, row) for row in rows]
+        keys = jax.random.split(key, _DRAWS_OF_LAW)
+        for xs in np.asarray(jnp.asarray(trial), np.float64):
+            if not _follows_its_law(compressor, xs, np.asarray(sample(keys, jnp.asarray(xs)), np.float64), rounding):
+                raise ViolatedConstantError(
+                    f"{compressor.name} on R^{d} with {n} clients: `compress` drew a value that is none of its `outcomes`"
+                )
     else:
-        key = jax.random.key(0) if key is None else key
         trial = np.asarray(jnp.asarray(trial), np.float64)  # what it is in JAX's default precision
-        tolerance = max(tolerance, 32 * float(jnp.finfo(jnp.zeros(()).dtype).eps))
-        sample = _sampler(compressor, n)
+        tolerance = max(tolerance, rounding)
         keys = [jax.random.split(one, samples) for one in jax.random.split(key, len(trial))]
         pairs = [_bounds(np.asarray(sample(k, jnp.asarray(xs)), np.float64), xs, z) for k, xs in zip(keys, trial)]
     measured, estimate = (

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from commjax import tree
 from commjax.base import Compressor, Constants, Message
@@ -25,6 +26,9 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
         # Without the barrier XLA may merge two factors into one, and the value differ from the decoded one in the last bit.
         return Message(tree.scale(factor, jax.lax.optimization_barrier(value)), bits)
 
+    def decode(key, data, like, id=0, n=1):
+        return tree.scale(factor, jax.tree.map(jnp.asarray, compressor.decode(key, data, like, id, n)))
+
     def constants(d, n=1):
         eta, omega, omega_ran = compressor.constants(d, n)
         return Constants(factor * eta + 1 - factor, factor**2 * omega, factor**2 * omega_ran)
@@ -38,7 +42,7 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
         name=f"{factor:g} {compressor.name}",
         compress=compress,
         constants=constants,
-        decode=lambda key, data, like, id=0, n=1: tree.scale(factor, compressor.decode(key, data, like, id, n)),
+        decode=decode,
         outcomes=compressor.outcomes and outcomes,
     )
 
@@ -54,6 +58,9 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
 
     def down(x):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), x)
+
+    def zeros(like):
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), like)
 
     def up(value, like):
         return jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), value, like)
@@ -71,8 +78,6 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
         compress=compress,
         constants=constants,
         encode=lambda key, x, id=0, n=1: compressor.encode(key, down(x), id, n),
-        decode=lambda key, data, like, id=0, n=1: up(
-            compressor.decode(key, data, down(tree.zeros_like(like)), id, n), like
-        ),
+        decode=lambda key, data, like, id=0, n=1: up(compressor.decode(key, data, zeros(like), id, n), like),
         outcomes=None,
     )

@@ -1,15 +1,33 @@
 """Compressors of all clients together, made from one event that all of them draw from the round's key."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
-from commjax.base import Compressor, Constants, Message
+from commjax.base import ClientId, Compressor, Constants, Key, Message
 from commjax.compressors import wire
 from commjax.compressors.lift import check_count, from_value, on_vectors, value_bits
 from commjax.compressors.sparse import identity
+
+
+@partial(jax.jit, static_argnames=("n", "m"))
+def _takes_part(key: Key, id: ClientId, n: int, m: int) -> tuple[Bool[Array, ""], Key]:
+    """Does this client take part, and the key of C: not the same one, for C may draw from it as we do."""
+    key_event, key = jax.random.split(key)
+    return jax.random.permutation(key_event, n)[id] < m, key
+
+
+@partial(jax.jit, static_argnames=("d", "n"))
+def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
+    """The coordinates of a client of `perm_k`"""
+    key_coordinates, key_clients = jax.random.split(key)
+    seat = jax.random.permutation(key_clients, n)[id]
+    place = jax.random.permutation(key_coordinates, d)
+    return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
 
 
 def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
@@ -30,10 +48,8 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
             raise ValueError(f"m_nice: m must be at most the number of clients n = {n}, got {m}")
 
     def draw(key, id, n):
-        """Does this client take part, and the key of C: not the same one, for C may draw from it as we do."""
         check(n)
-        key_event, key = jax.random.split(key)
-        return jax.random.permutation(key_event, n)[id] < m, key
+        return _takes_part(key, id, n, m)
 
     def compress(key, x, id=0, n=1):
         here, key = draw(key, id, n)
@@ -80,6 +96,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         decode,
         lambda d, n=1: m / n * inner.kept(d, n),
         inner.outcomes and outcomes,
+        absence=True,
     )
 
 
@@ -107,26 +124,22 @@ def perm_k() -> Compressor:
     Constants(eta=0.0, omega=3.0, omega_ran=1.0)
     """
 
-    def owned(key, d, id, n):
-        key_coordinates, key_clients = jax.random.split(key)
-        seat = jax.random.permutation(key_clients, n)[id]
-        place = jax.random.permutation(key_coordinates, d)
-        return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
-
     def factor(d, n):
         return min(d, n)
 
     def compress(key, x, id, n):
-        return jnp.where(owned(key, x.size, id, n), x * jnp.asarray(factor(x.size, n), x.dtype), jnp.zeros((), x.dtype))
+        return jnp.where(
+            _owned(key, x.size, id, n), x * jnp.asarray(factor(x.size, n), x.dtype), jnp.zeros((), x.dtype)
+        )
 
     def bits(key, d, dtype, id, n):
         if d % n == 0 or d < n:
             return max(1, d // n) * value_bits(dtype)
         # In floats: the count times 32 may overflow int32.
-        return jnp.sum(owned(key, d, id, n)).astype(jnp.zeros(()).dtype) * value_bits(dtype)
+        return jnp.sum(_owned(key, d, id, n)).astype(jnp.zeros(()).dtype) * value_bits(dtype)
 
     def unpack(key, data, d, dtype, id, n):
-        mask = np.asarray(owned(key, d, id, n))
+        mask = np.asarray(_owned(key, d, id, n))
         value = np.zeros(d, dtype)
         value[mask] = wire.decode_values(data, int(mask.sum()), dtype)
         return value
@@ -157,7 +170,7 @@ def perm_k() -> Compressor:
         bits=bits,
         pack=from_value(
             compress,
-            lambda key, value, id, n: wire.encode_values(value[np.asarray(owned(key, len(value), id, n))]),
+            lambda key, value, id, n: wire.encode_values(value[np.asarray(_owned(key, len(value), id, n))]),
         ),
         unpack=unpack,
         constants=constants,

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +63,13 @@ def on_vectors(
         return pack(key, flat, id, n)
 
     def decode(key, data, like, id=0, n=1):
-        flat, unravel = ravel_pytree(tree.zeros_like(like))
-        return unravel(jnp.asarray(unpack(key, data, flat.size, flat.dtype, id, n)))
+        leaves, treedef = jax.tree.flatten(like)
+        dtype = leaves[0].dtype if len(leaves) == 1 else jnp.result_type(*leaves)
+        flat = np.asarray(unpack(key, data, tree.size(like), dtype, id, n))
+        # `ravel_pytree`'s inverse in NumPy: a server decodes many small messages, and every operation of JAX has its price.
+        ends = [*accumulate(leaf.size for leaf in leaves)]
+        parts = [flat[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends)]
+        return treedef.unflatten([part.astype(leaf.dtype, copy=False) for part, leaf in zip(parts, leaves)])
 
     return Compressor(
         name, on_tree, lambda d, n=1: constants(d, n), encode, decode, lambda d, n=1: kept(d, n), outcomes
@@ -76,8 +83,16 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
     the list of leaf sizes.  In C(max eta, max omega), since both squared errors are sums over leaves.
     """
 
+    @cache
     def at(d: int) -> Compressor:
         return compressor if isinstance(compressor, Compressor) else compressor(d)
+
+    @partial(jax.jit, static_argnames="n")
+    def priced(key, flat, id, n):
+        """The key of each leaf and the length of its message, which may depend on the round: one program for all leaves."""
+        keys = [jax.random.fold_in(key, i) for i in range(len(flat))]
+        messages = [at(leaf.size).compress(key, leaf, id, n) for key, leaf in zip(keys, flat)]
+        return keys, [message.bits for message in messages]
 
     def leaves(key, x):
         flat, treedef = jax.tree.flatten(x)
@@ -99,15 +114,17 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         return b"".join(one.encode(k, leaf, id, n) for k, leaf, one in leaves(key, x)[0])
 
     def decode(key, data, like, id=0, n=1):
-        parts, treedef = leaves(key, tree.zeros_like(like))
-        values, start = [], 0
-        for k, leaf, one in parts:
-            stop = start + int(one.compress(k, leaf, id, n).bits) // 8
-            values.append(one.decode(k, data[start:stop], leaf, id, n))
-            start = stop
-        if start != len(data):
-            raise ValueError(f"{name}: a message of {start} bytes was expected, got {len(data)}")
-        return treedef.unflatten(values)
+        flat, treedef = jax.tree.flatten(like)
+        keys, bits = priced(key, flat, id, n)
+        ends = [*accumulate(int(one) // 8 for one in jax.device_get(bits))]
+        if ends[-1] != len(data):
+            raise ValueError(f"{name}: a message of {ends[-1]} bytes was expected, got {len(data)}")
+        return treedef.unflatten(
+            [
+                at(leaf.size).decode(k, data[start:stop], leaf, id, n)
+                for k, leaf, start, stop in zip(keys, flat, [0, *ends], ends)
+            ]
+        )
 
     def kept(sizes: int | Sequence[int], n: int = 1) -> float:
         return float(sum(at(d).kept(d, n) for d in ([sizes] if isinstance(sizes, int) else sizes)))

@@ -85,26 +85,32 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
     One norm and d digits of base 2s + 1 are sent.  In U(omega), see `dithering_omega`: exact for s <= sqrt(d)/2 and p <= 2,
     and for p = inf, s = 1.
+    Precision: half-precision x is rounded at random in float32, for 7 bits of a uniform number cannot say "with probability
+    1e-3", and squares of float16 overflow.  The norm is sent in x's dtype: its rounding, up to 2^-9 in bf16, is a relative bias.
 
     >>> round(dithering(1).constants(100).omega, 6)
     9.0
     """
     check_count("dithering", "levels", levels)
+    if levels >= 1 << 30:
+        raise ValueError(f"dithering: levels must be below 2^30 (digits are 32-bit integers), got {levels}")
     if not norm >= 1:
         raise ValueError(f"dithering: norm must be at least 1 (or inf), got {norm}")
 
+    @jax.jit
     def dequantize(scale, level):
         # Multiplications only, scalars first: XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
         return level.astype(scale.dtype) * (scale * jnp.asarray(1 / levels, scale.dtype))
 
     def quantize(key, x, id):
-        scale = jnp.linalg.norm(x, ord=norm)
-        relative = jnp.abs(x) / jnp.where(scale > 0, scale, jnp.ones((), x.dtype)) * levels
+        wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        scale = jnp.linalg.norm(wide, ord=norm)
+        relative = jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels
         low = jnp.floor(relative)
-        up = jax.random.uniform(jax.random.fold_in(key, id), x.shape, x.dtype) < relative - low
+        up = jax.random.uniform(jax.random.fold_in(key, id), x.shape, wide.dtype) < relative - low
         # Rounding may put |x_j| / |x|_p an ulp above 1; the minimum is of integers, for s need not be a number of this dtype.
-        level = jnp.minimum((low + up.astype(x.dtype)).astype(jnp.int32), levels)
-        return scale, jnp.sign(x).astype(jnp.int32) * level
+        level = jnp.minimum((low + up.astype(wide.dtype)).astype(jnp.int32), levels)
+        return scale.astype(x.dtype), jnp.sign(x).astype(jnp.int32) * level
 
     def compress(key, x, id, n):
         return dequantize(*quantize(key, x, id))
@@ -117,9 +123,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         size = np.dtype(dtype).itemsize
         scale = wire.decode_values(data[:size], 1, dtype)[0]
         digits = wire.decode_digits(data[size:], d, 2 * levels + 1)
-        if np.any(digits > 2 * levels):
-            raise ValueError(f"dithering: digits must be below {2 * levels + 1}")
-        return dequantize(jnp.asarray(scale), jnp.asarray(digits - levels))
+        return dequantize(scale, digits - levels)
 
     def law(x):
         scale = np.linalg.norm(x, ord=norm)

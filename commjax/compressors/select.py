@@ -4,13 +4,14 @@ XLA's CPU sort is the bottleneck of every selection.  Non-negative floats order 
 found by building its bits from the top, one counting pass a bit; exact, ties by position.
 """
 
+import math
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from commjax.base import Key
+from commjax.base import ClientId, Key
 from commjax.tree import varying_like
 
 _INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
@@ -102,6 +103,12 @@ def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
     return mask
 
 
+@partial(jax.jit, static_argnames=("d", "k"))
+def clients_mask(key: Key, id: ClientId, d: int, k: int) -> Bool[Array, "d"]:
+    """`random_mask` with the client's own key, in one program"""
+    return random_mask(jax.random.fold_in(key, id), d, k)
+
+
 @partial(jax.jit, static_argnames="k")
 def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
     """Mask of k distinct coordinates of `allowed` (which has at least k), uniformly: the k largest random words there."""
@@ -138,50 +145,76 @@ def _draw_from_top(k: int, k_top: int):
 
 
 def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Array, "n d"]:
-    """A candidate is one of the k_top largest iff fewer than k_top entries are larger, so the first k distinct accepted
-    candidates of a uniform stream are what is wanted, and neither a sort nor a threshold is needed."""
+    """The first k distinct accepted candidates of a uniform stream, one stream a row: neither a sort nor a threshold is needed.
+
+    A few candidates of all rows, then more of them for the rows that were not lucky, which are gathered.
+    """
     n, d = keys.shape
-    draws = int(k * d / k_top) + 14  # one of 1000 clients seldom needs a second turn
-    order = jnp.arange(draws, dtype=jnp.int32)
-    columns = keys.T
+    few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
+    room = max(1, n // 8)
+    chosen, found = _accepted(key, keys, jnp.int32(0), few, k, k_top, None)
 
-    def larger(candidate, own):
-        def add(j, total):
-            tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
-            return total + (columns[j][None] + tie > own).astype(jnp.int32)
+    def finish(carry):
+        chosen, found = carry
+        at = jnp.nonzero(found < k, size=room, fill_value=n)[0].astype(jnp.int32)
+        own, rows = key[jnp.minimum(at, n - 1)], keys[jnp.minimum(at, n - 1)]
 
-        start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
-        return jax.lax.fori_loop(0, d, add, start, unroll=56)
+        def turn(carry):
+            begin, chosen, found = carry
+            return begin + many, *_accepted(own, rows, begin, many, k, k_top, (chosen, found))
 
-    def turn(carry):
-        number, chosen, found = carry
-        candidate = _candidates(key, number, draws, d)
-        accept = larger(candidate, jnp.take_along_axis(columns, candidate, axis=0)) < k_top
-        if k > 1:  # distinct: not an earlier accepted candidate, nor chosen in an earlier turn
-            earlier = (order[None, :] < order[:, None])[..., None]
-            same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
-            accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
-        place = found[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
-        slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
-        found = jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
-        return number + 1, jnp.maximum(chosen, jnp.stack(slots)), found
+        start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, found[jnp.minimum(at, n - 1)], k)
+        _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, start)
+        return chosen.at[:, at].set(new, mode="drop"), found.at[at].set(done, mode="drop")
 
-    start = (jnp.int32(0), jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32))
-    _, chosen, _ = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2] < k), turn, varying_like(start, jax.random.key_data(key), keys)
-    )
+    chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, (chosen, found))
     position = jnp.arange(d, dtype=jnp.int32)
     return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
 
 
-def _candidates(key: Key, turn: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
-    """[draws, n] uniform indices below d <= 2^12 (bias below d / 2^32), column i from key i.
+def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
+    """How many draws leave fewer than k accepted with that probability at most"""
+    share, draws = k_top / d, k
+    while sum(math.comb(draws, j) * share**j * (1 - share) ** (draws - j) for j in range(k)) > unlucky:
+        draws += 1
+    return draws
+
+
+def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: int, k: int, k_top: int, before):
+    """(chosen [k, n], -1 where none is; how many are found [n]) after more candidates than those `before` had.
+
+    A candidate is one of the k_top largest iff fewer than k_top entries are larger.
+    """
+    n, d = keys.shape
+    columns, order = keys.T, jnp.arange(draws, dtype=jnp.int32)
+    candidate = _candidates(key, begin, draws, d)
+    own = jnp.take_along_axis(columns, candidate, axis=0)
+
+    def add(j, total):
+        tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
+        return total + (columns[j][None] + tie > own).astype(jnp.int32)
+
+    start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
+    accept = jax.lax.fori_loop(0, d, add, start, unroll=56) < k_top
+    nothing = jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32)
+    chosen, found = varying_like(nothing, own) if before is None else before
+    if k > 1:  # distinct: not an earlier accepted candidate, nor chosen before
+        earlier = (order[None, :] < order[:, None])[..., None]
+        same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
+        accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
+    place = found[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
+    slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
+    return jnp.maximum(chosen, jnp.stack(slots)), jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
+
+
+def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
+    """[draws, n] uniform indices below d <= 2^12 (bias below d / 2^32), column i from key i: those after the first `begin`.
 
     A threefry hash a word would cost more than all the rest of the selection, so the 64 random bits of each key seed a counter
     that goes through the finaliser of MurmurHash3 (a bijection with full avalanche), twice.
     """
     seed = jax.random.key_data(key).reshape(len(key), -1)[:, -2:].T[:, None, :]
-    counter = turn.astype(jnp.uint32) * jnp.uint32(draws) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
+    counter = begin.astype(jnp.uint32) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
     word = _mixed(_mixed(seed[0] + (counter * jnp.uint32(0x9E3779B9))[:, None]) ^ seed[1])
     high, low = word >> 16, word & 0xFFFF
     return ((high * d + ((low * d) >> 16)) >> 16).astype(jnp.int32)

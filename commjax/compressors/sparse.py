@@ -43,8 +43,8 @@ def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Call
 
     def unpack(key, data, d, dtype, id, n):
         cut = k * np.dtype(dtype).itemsize
-        value = np.zeros(d, dtype)
-        value[wire.decode_indices(data[cut:], d, k)] = wire.decode_values(data[:cut], k, dtype)
+        values, value = wire.decode_values(data[:cut], k, dtype), np.zeros(d, dtype)
+        value[wire.decode_indices(data[cut:], d, k)] = values
         return value
 
     return on_vectors(
@@ -93,7 +93,7 @@ def rand_k(k: int) -> Compressor:
 
     def mask(key, d, id):
         check_k("rand_k", k, d)
-        return select.random_mask(jax.random.fold_in(key, id), d, k)
+        return select.clients_mask(key, id, d, k)
 
     def compress(key, x, id, n):
         return _masked(x, mask(key, x.size, id), x.size / k)
@@ -102,8 +102,8 @@ def rand_k(k: int) -> Compressor:
         return wire.encode_values(value[np.asarray(mask(key, len(value), id))])
 
     def unpack(key, data, d, dtype, id, n):
-        value = np.zeros(d, dtype)
-        value[np.asarray(mask(key, d, id))] = wire.decode_values(data, k, dtype)
+        values, value = wire.decode_values(data, k, dtype), np.zeros(d, dtype)
+        value[np.asarray(mask(key, d, id))] = values
         return value
 
     def constants(d, n):
@@ -164,6 +164,7 @@ def mix(k: int, k_rand: int) -> Compressor:
         if k + k_rand > d:
             raise ValueError(f"mix: k + k' must be at most the dimension d = {d}, got {k} + {k_rand}")
 
+    @jax.jit
     def random_part(key, top, id):
         return select.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
 

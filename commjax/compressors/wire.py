@@ -6,9 +6,12 @@ Every price is a function of shapes only, so that it can be charged inside jit; 
 
 import math
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import PyTree
 
 Bits = np.ndarray  # of 0 and 1, dtype uint8
 
@@ -74,7 +77,10 @@ def to_bytes(bits: Bits) -> bytes:
 def from_bytes(data: bytes, count: int) -> Bits:
     if len(data) != whole_bytes(count) // 8:
         raise ValueError(f"a field of {count} bits has {whole_bytes(count) // 8} bytes, got {len(data)}")
-    return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    if np.any(bits[count:]):
+        raise ValueError(f"a field of {count} bits must be filled up with zeros, got {bits[count:].tolist()}")
+    return bits[:count]
 
 
 def encode_indices(indices: np.ndarray, d: int) -> bytes:
@@ -131,6 +137,27 @@ def decode_values(data: bytes, k: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
+def encode_tree(tree: PyTree) -> bytes:
+    """The leaves as they are, one after another: `clients.dense_bits` bits.
+
+    >>> encode_tree({"b": np.float32(1), "a": np.zeros(2, np.int8)}).hex()
+    '00000000803f'
+    """
+    return b"".join(encode_values(np.asarray(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def decode_tree(data: bytes, like: PyTree) -> PyTree:
+    """Inverse of `encode_tree`; a ValueError when the bytes are not those of such a tree."""
+    leaves, treedef = jax.tree.flatten(like)
+    cuts = [*accumulate((leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves), initial=0)]
+    if len(data) != cuts[-1]:
+        raise ValueError(f"a tree of {cuts[-1]} bytes was expected, got {len(data)}")
+    parts = (data[start:end] for start, end in pairwise(cuts))
+    return treedef.unflatten(
+        [decode_values(part, leaf.size, leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves)]
+    )
+
+
 def support(value: np.ndarray, k: int) -> np.ndarray:
     """k sorted positions that hold every entry whose bits are not all zero; zeros fill up when there are fewer."""
     nonzero = np.flatnonzero(value.view(f"u{value.dtype.itemsize}"))
@@ -173,8 +200,14 @@ def decode_digits(data: bytes, d: int, base: int) -> np.ndarray:
         raise ValueError(f"{d} digits of base {base} have {radix_bits(d, base) // 8} bytes, got {len(data)}")
     words = np.zeros((len(data) // size, 8), np.uint8)
     words[:, :size] = np.frombuffer(data, np.uint8).reshape(-1, size)
-    rest = words.view("<u8").reshape(-1, 1) // (np.uint64(base) ** np.arange(digits, dtype=np.uint64))
-    return (rest % np.uint64(base)).reshape(-1)[:d].astype(np.int64)
+    words = words.view("<u8").reshape(-1, 1)
+    if base**digits < 1 << 8 * size and np.any(words >= np.uint64(base**digits)):
+        raise ValueError(f"a block of {digits} digits of base {base} must be below {base**digits}, got {words.max()}")
+    rest = words // (np.uint64(base) ** np.arange(digits, dtype=np.uint64))
+    found = (rest % np.uint64(base)).reshape(-1).astype(np.int64)
+    if np.any(found[d:]):
+        raise ValueError(f"{d} digits of base {base} must be filled up with zeros, got {found[d:].tolist()}")
+    return found[:d]
 
 
 # What other codes and papers charge for k of d float32 values.  The first two are below what any code can do.

@@ -1,7 +1,7 @@
 """Data sets and how they are divided among clients, all on the host in NumPy."""
 
-from commjax.data import download, embedded, libsvm, partition
+from commjax.data import download, embedded, libsvm, partition, stacked
 from commjax.data.libsvm import Dataset
-from commjax.data.partition import ClientData
+from commjax.data.stacked import ClientData
 
-__all__ = ["ClientData", "Dataset", "download", "embedded", "libsvm", "partition"]
+__all__ = ["ClientData", "Dataset", "download", "embedded", "libsvm", "partition", "stacked"]

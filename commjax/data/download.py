@@ -17,10 +17,15 @@ from typing import Any
 
 LIBSVM_URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 
-# Of the text inside, so the same number holds for NAME, NAME.bz2 and NAME.xz.
+# Of the text inside, so the same number holds for NAME, NAME.bz2 and NAME.xz.  Other sets, a6a among them, are taken as they come.
 TEXT_SHA256 = {
     "mushrooms": "f39a4eb628dc61a7d43760815b061c9e497aa728ce1ad8bde57a09ef6043b538",
     "phishing": "0cf66ef36604c393da9359b2e5d894a2df8aee31fd184633cefa138add2ef08a",
+    "a1a": "eb54c45f1bdb51286f803dd092eb8202b44637a858fc6c4e533a2d64a0d94b4e",
+    "a5a": "5cb3a6603de0a0eb43afcdd45b1820c71ee7f20da1c09f054696bb71cbc45ad8",
+    "a7a": "c7f1518e3876c4065588436cd46514dcbcea59bf92e139ac6b2a241f283db0e9",
+    "a9a.t": "1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9",
+    "w8a.t": "618929ecb01bebb841daec4cae4aa07b97832d29b08652452775598929547fde",
     "a9a": "f5d5ffd8d865ff41328e7ee043e4b020816914ff6843ff15b98905ddbedce906",
     "w8a": "6a9fa8fd5f524303240a5db07d4b3d4a51e8b7b4b20a914105d8e3e8c81640f2",
     "ijcnn1": "16506cad788cf7c9607454150ed1994788204bac2ff4c9cb3b320036b6950d3f",

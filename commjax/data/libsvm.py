@@ -1,8 +1,10 @@
 """LIBSVM text files: ``label index:value index:value ...``, indices from 1, in ascending order."""
 
 import io
+import lzma
 import os
 import re
+import zlib
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -48,7 +50,10 @@ def _text_and_name(source: Any) -> tuple[str, str]:
     else:
         path = Path(source)
         with open(path, "rb") as raw:
-            content = download.unpack(raw, path.suffix).read()
+            try:
+                content = download.unpack(raw, path.suffix).read()
+            except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                raise ValueError(f"{path} cannot be unpacked: {error or 'it ends too early'}") from error
         name = path.stem if path.suffix in download.PACKED_SUFFIXES else path.name
     # latin-1 never fails, so foreign bytes are reported with the line they stand on.
     return content if isinstance(content, str) else content.decode("latin-1"), name

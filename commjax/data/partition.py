@@ -1,71 +1,13 @@
-"""Which client holds which rows, and the rows of all clients stacked."""
+"""Which client holds which rows."""
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, PyTree, Shaped
-
-from commjax.data.libsvm import Dataset
+from jaxtyping import Float, Integer, Shaped
 
 Rows = Sequence[Integer[np.ndarray, "_"]]
-
-
-class ClientData(NamedTuple):
-    """The rows of all clients, stacked; ``jax.vmap`` hands one client's slice (no ``n``) to a loss.
-
-    A client's loss is ``sum(weights * loss of each row)``: 1/N_i on its N_i rows, 0 on padding.
-
-    >>> ClientData(np.ones((3, 2, 5)), np.ones((3, 2)), np.full((3, 2), 0.5)).labels.shape
-    (3, 2)
-    """
-
-    features: Float[Any, "n m d"]
-    labels: Float[Any, "n m"]
-    weights: Float[Any, "n m"]
-
-
-def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], ClientData]:
-    """What makes one client of a cohort's: at most `size` rows, client i's weighted by shares_i, padding left out.
-
-    For a loss that is a weighted sum over rows plus a regulariser, and shares that add up to 1,
-
-        loss(x, pool(size)(data, shares)) = sum_i shares_i loss(x, data_i).
-
-    A cohort with more than `size` rows gets NaN for weights: nothing is dropped in silence.
-
-    >>> two = ClientData(jnp.ones((2, 3, 1)), jnp.ones((2, 3)), jnp.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]))
-    >>> pool(3)(two, jnp.array([0.25, 0.75])).weights.tolist()
-    [0.125, 0.125, 0.75]
-    """
-    if size < 1:
-        raise ValueError(f"size={size}; allowed: at least 1 row")
-
-    def pooled(data: ClientData, shares: Float[Array, "m"]) -> ClientData:
-        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), data)
-        weights = (shares[:, None] * data.weights).reshape(-1)
-        present = weights > 0
-        at = jnp.nonzero(present, size=size, fill_value=len(weights))[0]
-        weights = jnp.where(jnp.sum(present) <= size, weights.at[at].get(mode="fill", fill_value=0), jnp.nan)
-        return ClientData(rows.features[at], rows.labels[at], weights)
-
-    return pooled
-
-
-class Examples(NamedTuple):
-    """As ``ClientData``, for networks: inputs and targets of any shape and dtype.
-
-    >>> Examples(np.ones((3, 2, 8, 8, 1)), np.ones((3, 2), np.int32), np.full((3, 2), 0.5)).targets.shape
-    (3, 2)
-    """
-
-    inputs: Shaped[Any, "n m ..."]
-    targets: Shaped[Any, "n m ..."]
-    weights: Float[Any, "n m"]
 
 
 def blocks(
@@ -333,98 +275,3 @@ def holdout(rows: Rows, fraction: float, *, seed: int = 0) -> tuple[list[np.ndar
         train.append(ids[~held])
         test.append(ids[held])
     return train, test
-
-
-def _check_rows(rows: Rows, num_rows: int, name: str) -> None:
-    if len(rows) == 0:
-        raise ValueError("rows is empty; allowed: one array of row ids for each of at least one client")
-    for i, ids in enumerate(rows):
-        if len(ids) == 0:
-            raise ValueError(f"client {i} has no rows; allowed: at least one")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= num_rows:
-            raise ValueError(f"client {i} has a row id outside {name}'s 0..{num_rows - 1}: {low} to {high}")
-
-
-def check(dataset: Dataset, rows: Rows) -> None:
-    """ValueError unless features are finite, labels are -1 or +1, and every client has rows of the data set.
-
-    >>> check(Dataset(np.eye(2), np.array([-1.0, 1.0]), "two"), [np.array([0]), np.array([2])])
-    Traceback (most recent call last):
-        ...
-    ValueError: client 1 has a row id outside two's 0..1: 2 to 2
-    """
-    _check_rows(rows, len(dataset.features), dataset.name)
-    bad = np.flatnonzero(~np.isfinite(dataset.features).all(axis=1) | (np.abs(dataset.labels) != 1.0))
-    if bad.size:
-        raise ValueError(f"{dataset.name}: row {bad[0]} has a non-finite feature or a label that is not -1 or +1")
-
-
-def stack(dataset: Dataset, rows: Rows) -> ClientData:
-    """Gather each client's rows and pad to the longest client (label +1, features 0, weight 0).
-
-    The padding costs memory: with ``remainder="last"`` every client is as long as the last one.
-
-    >>> two = Dataset(np.eye(2), np.array([-1.0, 1.0]), "two")
-    >>> stack(two, [np.array([0, 1]), np.array([1])]).weights
-    array([[0.5, 0.5],
-           [1. , 0. ]])
-    """
-    check(dataset, rows)
-    n, longest = len(rows), max(map(len, rows))
-    features = np.zeros((n, longest, dataset.features.shape[1]))
-    labels = np.ones((n, longest))
-    weights = np.zeros((n, longest))
-    for i, ids in enumerate(rows):
-        features[i, : len(ids)] = dataset.features[ids]
-        labels[i, : len(ids)] = dataset.labels[ids]
-        weights[i, : len(ids)] = 1 / len(ids)
-    return ClientData(features, labels, weights)
-
-
-def stack_rows(
-    arrays: PyTree[Shaped[np.ndarray, "_ ..."]], rows: Rows, *, dtype: DTypeLike = np.float32
-) -> tuple[PyTree[Shaped[np.ndarray, "n m ..."]], Float[np.ndarray, "n m"]]:
-    """Gather each client's rows of every array, padded to the longest client; and the weights, 1/N_i or 0.
-
-    Dtypes stay as they are. A padded row is the client's first row again, so that integers stay valid, with weight 0.
-
-    >>> images, weights = stack_rows(np.arange(3, dtype=np.uint8), [np.array([0, 1]), np.array([2])])
-    >>> images.tolist(), weights.tolist()
-    ([[0, 1], [2, 2]], [[0.5, 0.5], [1.0, 0.0]])
-    """
-    lengths = {len(leaf) for leaf in jax.tree.leaves(arrays)}
-    if len(lengths) != 1:
-        raise ValueError(f"arrays have {sorted(lengths)} rows; allowed: the same number in each of at least one array")
-    _check_rows(rows, lengths.pop(), "the data")
-    sizes = np.array([len(ids) for ids in rows])
-    column = np.arange(sizes.max())
-    index = np.stack([ids[np.where(column < len(ids), column, 0)] for ids in rows])
-    weights = np.where(column < sizes[:, None], 1 / sizes[:, None], 0).astype(dtype)
-    return jax.tree.map(lambda leaf: leaf[index], arrays), weights
-
-
-def examples(
-    inputs: Shaped[np.ndarray, "_ ..."],
-    targets: Shaped[np.ndarray, "_ ..."],
-    rows: Rows,
-    *,
-    dtype: DTypeLike = np.float32,
-) -> Examples:
-    """The ``stack_rows`` of inputs and targets, for ``problems.networks`` and ``runner.minibatches``.
-
-    >>> examples(np.ones((5, 8, 8, 1)), np.arange(5), blocks(5, 2)).inputs.shape
-    (2, 3, 8, 8, 1)
-    """
-    (inputs, targets), weights = stack_rows((inputs, targets), rows, dtype=dtype)
-    return Examples(inputs, targets, weights)
-
-
-def row_weights(rows: Rows, num_rows: int) -> Float[np.ndarray, "N"]:
-    """What each row weighs in f = (1/n) sum_i f_i: the sum of 1/(n N_i) over the clients that hold it.
-
-    >>> row_weights([np.array([0, 1]), np.array([1])], 3)
-    array([0.25, 0.75, 0.  ])
-    """
-    share = np.repeat([1 / (len(rows) * len(ids)) for ids in rows], [len(ids) for ids in rows])
-    return np.bincount(np.concatenate(rows), weights=share, minlength=num_rows)

@@ -1,6 +1,7 @@
 """What Llama and OPT have in common: an embedding, blocks of one shape, a head."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -56,6 +57,18 @@ def forward(model: Model, params: Params, tokens: Int[Array, "b t"]) -> Float[Ar
     for block in params.blocks:
         h, _ = model.block(block, h)
     return model.head(params.outer, h)
+
+
+@partial(jax.jit, static_argnames="embed")
+def embed_once(embed: Callable, outer: Layers, tokens: Int[Array, "b t"]) -> Hidden:
+    """`model.embed`, one compiled program for all batches of a shape."""
+    return embed(outer, tokens)
+
+
+@partial(jax.jit, static_argnames="block", donate_argnames="h")
+def advance_once(block: Callable, params: Layers, h: Hidden) -> Hidden:
+    """What leaves a block: one compiled program for all blocks.  h is used up."""
+    return block(params, h)[0]
 
 
 def init(key: Key, model: Model, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Params:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from commjax.llm.base import Hidden, Layers, Model
+from commjax.llm.base import Hidden, Layers, Model, advance_once, embed_once
 
 # Positions whose logits are held at once.
 _POSITIONS = 512
@@ -55,11 +55,11 @@ def losses(
     rows = np.resize(np.arange(count), -(-count // batch_size) * batch_size)
     rows[count:] = 0
     batches = [jnp.asarray(windows[part], jnp.int32) for part in rows.reshape(-1, batch_size)]
-    hidden = [_embed(model.embed, outer, tokens) for tokens in batches]
+    hidden = [embed_once(model.embed, outer, tokens) for tokens in batches]
     read = 0
     for block in blocks:
         for i, h in enumerate(hidden):
-            hidden[i] = _advance(model.block, block, h)
+            hidden[i] = advance_once(model.block, block, h)
         read += 1
     if read != model.config.num_hidden_layers:
         raise ValueError(f"blocks gave {read} blocks; allowed: num_hidden_layers={model.config.num_hidden_layers}")
@@ -85,16 +85,6 @@ def perplexity(found: Losses) -> float:
     1.0
     """
     return math.exp(nats_per_token(found))
-
-
-@partial(jax.jit, static_argnames="embed")
-def _embed(embed, outer: Layers, tokens: Int[Array, "b t"]) -> Hidden:
-    return embed(outer, tokens)
-
-
-@partial(jax.jit, static_argnames="block", donate_argnames="h")
-def _advance(block, params: Layers, h: Hidden) -> Hidden:
-    return block(params, h)[0]
 
 
 @partial(jax.jit, static_argnames="head")

@@ -28,7 +28,8 @@ def documents(path: str | os.PathLike) -> list[str]:
     if kind not in (".json", ".jsonl"):
         return [text]
     try:
-        found = json.loads(text) if kind == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        # Not splitlines: U+2028 and U+0085 may stand in a JSON text.
+        found = json.loads(text) if kind == ".json" else [json.loads(line) for line in text.split("\n") if line.strip()]
         found = [one["text"] if isinstance(one, dict) else one for one in found]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not {kind[1:]} of texts: {error!r}") from error

@@ -6,9 +6,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from commjax.data import partition
+from commjax.data import stacked
 from commjax.data.libsvm import Dataset
-from commjax.data.partition import ClientData, Rows
+from commjax.data.partition import Rows
+from commjax.data.stacked import ClientData
 from commjax.problems.constants import Optimum, Smoothness, smoothness
 
 
@@ -52,13 +53,13 @@ def _lambda_max(A: np.ndarray) -> float:
 
 def _curvatures(dataset: Dataset, rows: Rows) -> np.ndarray:
     """lambda_max(A_i^T A_i) / (4 N_i) of every client."""
-    partition.check(dataset, rows)
+    stacked.check(dataset, rows)
     return np.array([_lambda_max(dataset.features[ids]) / (4 * len(ids)) for ids in rows])
 
 
 def _with_regulariser(dataset: Dataset, rows: Rows, curvature: float, mu: float) -> Smoothness:
     L_i = _curvatures(dataset, rows)
-    weights = partition.row_weights(rows, len(dataset.features))
+    weights = stacked.row_weights(rows, len(dataset.features))
     L = _lambda_max(np.sqrt(weights)[:, None] * dataset.features) / 4
     return smoothness(L_i + curvature, L + curvature, mu)
 
@@ -125,7 +126,7 @@ def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
     3.0
     """
     _check_weight("mu", mu)
-    partition.check(dataset, rows)
+    stacked.check(dataset, rows)
     norms = np.sum(dataset.features**2, axis=1)
     return smoothness(np.array([norms[ids].mean() / 4 + mu for ids in rows]), mu=mu)
 
@@ -140,8 +141,8 @@ def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_ite
     array([0.])
     """
     _check_weight("mu", mu, allow_zero=False)
-    partition.check(dataset, rows)
-    weights = partition.row_weights(rows, len(dataset.features))
+    stacked.check(dataset, rows)
+    weights = stacked.row_weights(rows, len(dataset.features))
     used = weights > 0
     A = dataset.labels[used, None] * dataset.features[used]
     d = A.shape[1]
@@ -166,7 +167,7 @@ def flix_optimum(
     array([0.])
     """
     _check_weight("mu", mu, allow_zero=False)
-    partition.check(dataset, rows)
+    stacked.check(dataset, rows)
     n = len(rows)
     alphas = np.broadcast_to(np.asarray(alpha, np.float64), (n,))
     if not (np.all((alphas >= 0) & (alphas <= 1)) and alphas.max() > 0):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from commjax import tree
 from commjax.base import Key
-from commjax.data.partition import Examples
+from commjax.data.stacked import Examples
 
 
 class Conv(nn.Module):

@@ -13,7 +13,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from commjax.prox.solvers import Oracle, Point, Result, Solver, Vector, evaluate, finite, limits, pick, result_of
+from commjax.prox.solvers import (
+    Oracle,
+    Point,
+    Result,
+    Solver,
+    Vector,
+    check_whole,
+    evaluate,
+    finite,
+    limits,
+    pick,
+    result_of,
+)
 
 
 class _Search(NamedTuple):
@@ -111,7 +123,7 @@ def descend(
     first = begin(start, start, -start.grad, memory, zero)
     run = _Descent(start, start, *first, zero, zero + 1, ~finite(start))
     run = jax.lax.while_loop(going_on, one, run)
-    return result_of(run, tolerance)
+    return result_of(run, run.best, tolerance, run.evaluations, run.evaluations)
 
 
 def _first_step(here: Point) -> Array:
@@ -159,8 +171,7 @@ def bfgs(history: int = 100) -> Solver:
     H is kept as its updates (2 `history` vectors), which for a few iterations in many dimensions is much less than a matrix; after
     `history` iterations it starts again from the identity.
     """
-    if history < 1:
-        raise ValueError(f"history={history}; allowed: at least 1")
+    check_whole(history=history)
 
     def propose(here, before, direction, updates, number):
         s, y = here.x - before.x, here.grad - before.grad
@@ -183,6 +194,7 @@ def bfgs(history: int = 100) -> Solver:
 
 def lbfgs(history: int = 10) -> Solver:
     """Limited-memory BFGS, from Optax (`optax.scale_by_lbfgs`), with our line search, so that evaluations are counted alike."""
+    check_whole(history=history)
     transform = optax.scale_by_lbfgs(memory_size=history)
 
     def propose(here, before, direction, state, number):

@@ -1,8 +1,10 @@
 """Inner solvers: min F(x) where every evaluation of F is one aggregation inside a cohort, and is counted.
 
 A solver is `solve(oracle, x, budget, tolerance) -> Result` on flat vectors.  `budget` (iterations) and `tolerance` (on |grad F|)
-may be traced, so that a grid over them is one program.  No solver raises inside jit: it returns the best point that it saw and a
-code that says how it ended, and never goes on from a value that is not finite.
+may be traced, so that a grid over them is one program.  No solver raises inside jit: it returns a code that says how it ended, and
+never goes on from a value that is not finite.  Convex solvers return the point with the smallest |grad F| that they saw, and so does
+any solver that breaks down; solvers for networks (`adaptive`, `federated`) return the last point, because |grad F| of a network
+grows before it falls, and the best of few points would be the start.
 """
 
 from collections.abc import Callable
@@ -34,13 +36,19 @@ class LocalOracle(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Counts are of this call.  `evaluations` is the number of aggregations: value and gradient at a point travel together."""
+    """Counts are of this call.  `evaluations` is the number of aggregations: value and gradient at a point travel together.
+
+    Of these, `gradients` are points where the method needs grad F (the residual needs it everywhere but at rejected trials), and
+    `values` are points where it needs F, as line searches do (P12).
+    """
 
     params: Vector
     iterations: Int[Array, ""]
     evaluations: Int[Array, ""]
     residual: Float[Array, ""]  # |grad F| at params
     code: Int[Array, ""]
+    gradients: Int[Array, ""]
+    values: Int[Array, ""]
 
 
 Solver = Callable[[Oracle, Vector, Any, Any], Result]
@@ -78,17 +86,32 @@ def finite(point: Point) -> Array:
     return jnp.isfinite(point.value) & jnp.all(jnp.isfinite(point.grad))
 
 
+def check_positive(**values: Any) -> None:
+    """Numbers are looked at; traced values cannot be."""
+    for name, value in values.items():
+        if isinstance(value, int | float) and not value > 0:
+            raise ValueError(f"{name}={value}; allowed: positive")
+
+
+def check_whole(**values: Any) -> None:
+    """Numbers of steps: integers from 1 on"""
+    for name, value in values.items():
+        if isinstance(value, int | float) and (not value >= 1 or int(value) != value):
+            raise ValueError(f"{name}={value}; allowed: a whole number, at least 1")
+
+
 def limits(budget: Any, tolerance: Any, x: Vector) -> tuple[Array, Array]:
     """Numbers and arrays of any dtype are accepted."""
     return jnp.asarray(budget, jnp.int32), jnp.asarray(tolerance, x.dtype)
 
 
-def result_of(run: Any, tolerance: Array) -> Result:
+def result_of(run: Any, point: Point, tolerance: Array, gradients: Any, values: Any) -> Result:
     """A start that is not finite has not converged, whatever its gradient."""
-    residual = jnp.linalg.norm(run.best.grad)
-    converged = (residual <= tolerance) & finite(run.best)
+    residual = jnp.linalg.norm(point.grad)
+    converged = (residual <= tolerance) & finite(point)
     code = jnp.where(converged, CONVERGED, jnp.where(run.broken, BROKE_DOWN, OUT_OF_BUDGET))
-    return Result(run.best.x, run.iterations, run.evaluations, residual, code.astype(jnp.int32))
+    gradients, values = (jnp.asarray(number, jnp.int32) for number in (gradients, values))
+    return Result(point.x, run.iterations, run.evaluations, residual, code.astype(jnp.int32), gradients, values)
 
 
 def iterate(
@@ -98,10 +121,14 @@ def iterate(
     tolerance: Any,
     memory: Any,
     advance: Callable[[Point, Any, Array], tuple[Point, Any, Any, Any]],
+    *,
+    last: bool = False,
+    searches: bool = False,
 ) -> Result:
     """`advance(point, memory, number) -> (point, memory, evaluations, broken)` until |grad F| <= tolerance or the budget is used.
 
-    The gradient at the start is one evaluation.  A step to a point that is not finite is undone and ends the run.
+    The gradient at the start is one evaluation.  A step to a point that is not finite is undone and ends the run.  `last`: return
+    the last point, not the best, unless the run broke down.  `searches`: the method looks at values of F.
     """
     start = evaluate(oracle, x)
     budget, tolerance = limits(budget, tolerance, x)
@@ -126,11 +153,13 @@ def iterate(
 
     loop = _Loop(start, start, memory, small, small + 1, ~finite(start))
     loop = jax.lax.while_loop(going_on, one, loop)
-    return result_of(loop, tolerance)
+    point = pick(loop.broken, loop.best, loop.here) if last else loop.best
+    return result_of(loop, point, tolerance, loop.iterations + 1, loop.evaluations if searches else 0)
 
 
 def gradient_descent(L: Any) -> Solver:
     """x <- x - grad F(x) / L.  Holds if: F is L-smooth (for a prox, L of f_C plus 1/gamma)."""
+    check_positive(L=L)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         def advance(here, memory, number):
@@ -143,6 +172,7 @@ def gradient_descent(L: Any) -> Solver:
 
 def accelerated_gradient_descent(L: Any, mu: Any) -> Solver:
     """Nesterov's method with constant momentum (sqrt(kappa) - 1) / (sqrt(kappa) + 1), kappa = L / mu."""
+    check_positive(L=L, mu=mu)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         root = jnp.sqrt(jnp.asarray(L, x.dtype) / jnp.asarray(mu, x.dtype))
@@ -168,7 +198,12 @@ def aicn(scale: float = 1.0) -> Solver:
 
     `scale` (L) is the constant of semi-strong self-concordance.  One iteration is one aggregation: gradient and Hessian travel
     together.  An indefinite Hessian ends the run with BROKE_DOWN.
+
+    Thesis: AICN (L4677; Hanzely et al. 2022).
+    Holds if: F is semi-strongly self-concordant with constant `scale`, which the caller has to know.
+    Differs: nothing; the paper has one machine, here the cohort's Hessians are added up.
     """
+    check_positive(scale=scale)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         hessian = _hessian(oracle)
@@ -190,28 +225,62 @@ def aicn(scale: float = 1.0) -> Solver:
 def locals_of(oracle: Oracle) -> LocalOracle:
     """The clients' own answers, or a ValueError"""
     if oracle.local is None:
-        raise ValueError("this solver needs oracle.local, got None: it lets each client of the cohort work by itself")
+        raise ValueError(
+            "this solver needs oracle.local, got None: it lets each client of the cohort work by itself; on a mesh (axis_name) a "
+            "cohort has none, because its rows are spread over the devices: run it on one device, or use another solver"
+        )
     return oracle.local
 
 
-def local_newton(steps: int = 1) -> Solver:
-    """Each client takes `steps` Newton steps on its own F_i; the cohort averages.  One iteration is one aggregation.
+def local_newton(steps: int = 1, most: int = 20) -> Solver:
+    """Each client takes `steps` Newton steps on its own F_i; the cohort goes towards their mean as far as F falls.
 
-    Holds if: it stops near, not at, the minimiser of F unless the F_i agree; a gradient of F is computed to measure the residual,
-    and is not counted as an aggregation of its own because it travels with the models.
+        d = sum_i w_i y_i - x,   y_i after `steps` Newton steps from x
+        x <- x + t d,   the first t = 1, 1/2, 1/4, ... with F(x + t d) <= F(x) + 1e-4 t <grad F(x), d>
+
+    Models travel with the gradient at x; every trial of the global line search is one aggregation.  A Hessian that is not positive
+    definite, or no t among `most`, ends the run with BROKE_DOWN.
+
+    Thesis: LocalNewton with global line search (L4679; Bischoff et al. 2023).
+    Holds if: it stops near, not at, the minimiser of F unless the F_i agree.
+    Differs: steps are tried one after another; the paper's clients try a fixed grid of them at once.
     """
+    check_whole(steps=steps, most=most)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         cohort = locals_of(oracle)
 
         def advance(here, memory, number):
             rows = jnp.broadcast_to(here.x, (cohort.weights.shape[0], x.shape[0]))
+            convex = jnp.ones((), bool)
             for _ in range(steps):
                 _, grads = cohort.value_and_grad(rows)
-                rows = rows - jnp.linalg.solve(cohort.hessian(rows), grads[..., None])[..., 0]
-            return evaluate(oracle, cohort.weights @ rows), memory, 1, False
+                factors = jnp.linalg.cholesky(cohort.hessian(rows))  # NaN unless positive definite
+                there = (cohort.weights > 0)[:, None, None]
+                convex = convex & jnp.all(jnp.isfinite(factors) | ~there)
+                factors = jnp.where(there, factors, jnp.eye(x.shape[0], dtype=x.dtype))
+                rows = rows - jax.vmap(lambda factor, grad: jax.scipy.linalg.cho_solve((factor, True), grad))(
+                    factors, grads
+                )
+            direction = jnp.where(convex, cohort.weights @ rows - here.x, 0)
+            slope = jnp.vdot(here.grad, direction)
+            rounding = 10 * jnp.finfo(x.dtype).eps * jnp.abs(here.value)
 
-        return iterate(oracle, x, budget, tolerance, (), advance)
+            def too_high(trial):
+                step, point, _ = trial
+                return ~(point.value <= here.value + 1e-4 * step * slope + rounding)
+
+            def shorten(trial):
+                step, _, count = trial
+                return step / 2, evaluate(oracle, here.x + step / 2 * direction), count + 1
+
+            one = jnp.ones((), x.dtype)
+            trial = one, evaluate(oracle, here.x + direction), jnp.ones((), jnp.int32)
+            trial = jax.lax.while_loop(lambda trial: too_high(trial) & (trial[2] < most), shorten, trial)
+            broken = ~convex | too_high(trial)
+            return pick(broken, here, trial[1]), memory, trial[2], broken
+
+        return iterate(oracle, x, budget, tolerance, (), advance, searches=True)
 
     return solve
 
@@ -219,8 +288,13 @@ def local_newton(steps: int = 1) -> Solver:
 def scaffnew(gamma: Any, p: Any, most: int = 1000) -> Solver:
     """Scaffnew on F = sum_i w_i F_i with coins of probability p (a fixed sequence): one iteration of the budget is one communication.
 
+    Thesis: Scaffnew (L2324).
     Holds if: every F_i is 1/gamma-smooth.
     """
+    check_positive(gamma=gamma)
+    check_whole(most=most)
+    if isinstance(p, int | float) and not 0 < p <= 1:
+        raise ValueError(f"p={p}; allowed: 0 < p <= 1")
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         cohort = locals_of(oracle)

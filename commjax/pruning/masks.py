@@ -15,6 +15,7 @@ Thesis: the group is never stated (W9); eps, the fraction removed, is L2419 (W8)
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Literal
 
@@ -36,12 +37,15 @@ _INT = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def count(size: int, sparsity: float) -> int:
     """How many of `size` weights to prune: floor(size * sparsity), safe against 100 * 0.29 = 28.999...
 
-    >>> count(4096, 0.6), count(100, 0.29)
-    (2457, 29)
+    The product is exact, and what a float lacks of the share that was meant is forgiven.
+
+    >>> count(4096, 0.6), count(100, 0.29), count(104_857_600, 0.29)
+    (2457, 29, 30408704)
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity={sparsity}; allowed: 0 <= sparsity < 1")
-    return math.floor(size * sparsity + 1e-9)
+    forgiven = max(1e-9, 2 * size * math.ulp(sparsity))
+    return math.floor(size * Fraction(sparsity) + Fraction(forgiven))
 
 
 def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, reference_ties: bool = False) -> Mask:

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from commjax.llm.base import Hidden, Layers, Model, Params
+from commjax.llm.base import Hidden, Layers, Model, Params, advance_once, embed_once
+from commjax.llm.layers import linear
 from commjax.pruning import masks, reconstruct, scores, statistics
 from commjax.pruning import recipe as recipes
 from commjax.pruning.recipe import Recipe
 from commjax.pruning.scores import Score
 from commjax.pruning.statistics import Statistics
 
-# Tokens, spread over the calibration windows, from which the reconstruction error is computed.
+# Tokens, drawn from all of the calibration, from which the reconstruction error is computed.
 _ERROR_TOKENS = 1024
 
 Windows = Int[np.ndarray, "n t"]
@@ -36,7 +37,7 @@ class Layer(NamedTuple):
     block: int
     name: str
     sparsity: float  # the share of its weights that are zero
-    error: float  # |X W - X W~|_F / |X W|_F, X what enters it, up to 1024 tokens
+    error: float  # |X W - X W~|_F / |X W|_F, X what enters it, 1024 tokens of it (or all)
 
 
 class Calibration(NamedTuple):
@@ -83,13 +84,13 @@ def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
 def embed(model: Model, outer: Layers, windows: Windows, batch_size: int) -> Batches:
     """What enters the first block, in batches."""
     parts = range(0, len(windows), batch_size)
-    return [_embed(model.embed, outer, jnp.asarray(windows[i : i + batch_size], jnp.int32)) for i in parts]
+    return [embed_once(model.embed, outer, jnp.asarray(windows[i : i + batch_size], jnp.int32)) for i in parts]
 
 
 def advance(model: Model, block: Layers, hidden: Batches) -> None:
     """hidden <- what leaves the block, in place: there is one copy of the activations."""
     for i, h in enumerate(hidden):
-        hidden[i] = _advance(model.block, block, h)
+        hidden[i] = advance_once(model.block, block, h)
 
 
 def pruned_blocks(
@@ -132,34 +133,47 @@ def _prune(how: Recipe, score: Score, name: str, W, stats: Statistics, sparsity:
 
 def calibrate(model: Model, block: Layers, hidden: Batches, outputs: bool = False) -> dict[str, Calibration]:
     """What enters each linear layer of a dense block, over all batches; with `outputs`, the norms of what leaves them too."""
-    tokens = sum(h.shape[0] * h.shape[1] for h in hidden)
-    every = -(-tokens // _ERROR_TOKENS)
-    total = {name: _nothing(block[name]["kernel"], hidden[0].dtype, outputs) for name in model.linear}
-    parts = []
+    drawn = drawn_tokens(sum(h.shape[0] * h.shape[1] for h in hidden))
+    total = {name: _nothing(block[name]["kernel"], hidden[0].dtype, outputs, len(drawn)) for name in model.linear}
+    begin = 0
     for h in hidden:
         # One program for all blocks and batches; a last batch that is not full is compiled apart.
-        total, few = _calibrate(model.block, outputs, every, block, h, total)
-        parts.append(few)
-    return {name: Calibration(total[name], jnp.concatenate([few[name] for few in parts])) for name in model.linear}
+        total = _calibrate(model.block, outputs, block, h, total, drawn - begin)
+        begin += h.shape[0] * h.shape[1]
+    return total
 
 
-def _nothing(W: Array, dtype, outputs: bool) -> Statistics:
-    """Statistics of no samples."""
+def drawn_tokens(tokens: int) -> Int[np.ndarray, "n"]:
+    """Which of the calibration's tokens the reconstruction error is computed from: the same however they are batched.
+
+    >>> drawn_tokens(5).tolist(), len(drawn_tokens(5000))
+    ([0, 1, 2, 3, 4], 1024)
+    """
+    drawn = np.random.default_rng(0).choice(tokens, min(tokens, _ERROR_TOKENS), replace=False)
+    return np.sort(drawn).astype(np.int32)
+
+
+def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
+    """Of no samples, with room for the inputs."""
     x, y = (jnp.zeros((1, size), dtype) for size in W.shape)
     zero = jnp.zeros((), jnp.int32)
-    return statistics.of(x, y if outputs else None)._replace(samples=zero, tokens=zero)
+    stats = statistics.of(x, y if outputs else None)._replace(samples=zero, tokens=zero)
+    return Calibration(stats, jnp.zeros((drawn, W.shape[0]), dtype))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _calibrate(function, outputs: bool, every: int, block: Layers, h: Hidden, total: dict[str, Statistics]):
+@partial(jax.jit, static_argnums=(0, 1))
+def _calibrate(function, outputs: bool, block: Layers, h: Hidden, total: dict[str, Calibration], drawn):
+    """`drawn` counts from the first token of h."""
     entering = function(block, h)[1]
     seen: dict[int, Statistics] = {}  # several layers read one input
     for name, x in entering.items():
         if outputs or id(x) not in seen:
-            y = x @ block[name]["kernel"].astype(x.dtype) if outputs else None
-            seen[id(x)] = statistics.of(x, y)
-        total = total | {name: statistics.add(total[name], seen[id(x)])}
-    return total, {name: x.reshape(-1, x.shape[-1])[::every] for name, x in entering.items()}
+            seen[id(x)] = statistics.of(x, linear(block[name], x) if outputs else None)
+        rows = x.reshape(-1, x.shape[-1])
+        here = ((drawn >= 0) & (drawn < len(rows)))[:, None]
+        inputs = jnp.where(here, jnp.take(rows, drawn, axis=0, mode="clip"), total[name].inputs)
+        total = total | {name: Calibration(statistics.add(total[name].stats, seen[id(x)]), inputs)}
+    return total
 
 
 def sparsity_of_blocks(
@@ -176,7 +190,9 @@ def sparsity_of_blocks(
     for block in blocks:
         stats = {name: one.stats for name, one in calibrate(model, block, hidden).items()}
         ratios.append(
-            masks.outlier_ratio([scores.wanda()(block[name]["kernel"], stats[name]) for name in model.linear])
+            masks.outlier_ratio(
+                [scores.wanda()(block[name]["kernel"], stats[name]) for name in model.linear], how.outlier_multiple
+            )
         )
         advance(model, block, hidden)
     return masks.outlier_weighted(ratios, how.sparsity, how.spread)
@@ -185,13 +201,3 @@ def sparsity_of_blocks(
 @jax.jit
 def _zeros(W):
     return jnp.sum(W == 0)
-
-
-@partial(jax.jit, static_argnames="function")
-def _embed(function, outer: Layers, tokens: Int[Array, "b t"]) -> Hidden:
-    return function(outer, tokens)
-
-
-@partial(jax.jit, static_argnames="function", donate_argnames="h")
-def _advance(function, block: Layers, h: Hidden) -> Hidden:
-    return function(block, h)[0]

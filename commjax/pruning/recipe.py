@@ -1,5 +1,6 @@
 """What to do with a model, in one tuple: which score, which weights compete, how many go, what is swapped back."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ def choose(function: Callable, **options: Any) -> Choice:
     """`choose(scores.ria, alpha=0.5)`, `choose(regrow.dsnot, cycles=50)`.
 
     >>> describe(Recipe(sparsity=0.5, score=choose(scores.ria, p=math.inf)))["score"]
-    {'name': 'ria', 'p': 'inf'}
+    {'name': 'ria', 'alpha': 0.5, 'p': 'inf', 'axes': ['in', 'out'], 'join': 'relative', 'sampling': None}
     """
     return Choice(function, options)
 
@@ -37,8 +38,8 @@ class Recipe(NamedTuple):
     """How to prune the linear layers of every block.
 
     Either `sparsity`, the share of weights pruned among those that compete in a `group`, or `pattern=(n, m)`: n of every m
-    consecutive inputs of an output are kept.  `spread`: blocks with more outliers under Wanda's score keep more (OWL), and
-    sparsities differ by 2 `spread` at most.  Blocks are pruned first to last, each with the activations of the pruned blocks
+    consecutive inputs of an output are kept.  `spread`: blocks with more outliers, scores of Wanda's above `outlier_multiple`
+    times the block's mean, keep more (OWL), and sparsities differ by 2 `spread` at most.  Blocks are pruned first to last, each with the activations of the pruned blocks
     before it and of its own dense layers, as the released Wanda, RIA and DSnoT do.
 
     Thesis: settings L6020.  Differs: W9 (the group is said).
@@ -49,6 +50,7 @@ class Recipe(NamedTuple):
     score: Choice = choose(scores.ria, alpha=0.5)
     group: Group = "output"
     spread: float | None = None
+    outlier_multiple: float = 5.0
     regrow: Choice | None = None  # regrow.dsnot or regrow.r2_dsnot
     regrow_layers: tuple[str, ...] = ("self_attn.",)  # beginnings of names; the released DSnoT leaves the MLP alone
     seed: int = 0  # of a score that samples
@@ -67,9 +69,9 @@ def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple
             f"pattern={recipe.pattern} with group={recipe.group!r}, spread={recipe.spread}; allowed: 'output' and None"
         )
     if recipe.spread is not None:
-        most = [1.0] + [0.0] * (model.config.num_hidden_layers - 1)
-        for ratios in (most, [1 - ratio for ratio in most]):  # the ends of what OWL may ask for
-            masks.outlier_weighted(ratios, recipe.sparsity or 0.0, recipe.spread)
+        _check_spread(recipe.sparsity or 0.0, recipe.spread, model.config.num_hidden_layers)
+    if not 0 < recipe.outlier_multiple < math.inf:
+        raise ValueError(f"outlier_multiple={recipe.outlier_multiple}; allowed: finite, above 0")
     score, outputs = recipe.score.function(**recipe.score.options), False
     for name in model.linear:
         shape = model.block_shapes[name]["kernel"]
@@ -79,6 +81,25 @@ def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple
         if recipe.regrow is not None:
             _named(name, lambda shape=shape: jax.eval_shape(lambda: _dry_run(recipe, shape, dtype)))
     return score, outputs
+
+
+def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
+    """Refuses what no outliers could bring into range; `masks.outlier_weighted` refuses the rest when it has counted them.
+
+    With r the mean over blocks of (D - min D) / (max D - min D), 1/blocks <= r <= 1 - 1/blocks, sparsities go from
+    sparsity - 2 spread (1 - r) to sparsity + 2 spread r.
+    """
+    if not 0 <= spread < math.inf:
+        raise ValueError(f"spread={spread}; allowed: finite, at least 0")
+    if blocks == 1 or spread == 0:
+        return
+    least = max(1 / blocks, 1 - sparsity / (2 * spread))
+    most = min(1 - 1 / blocks, (1 - sparsity) / (2 * spread))
+    if least > most + 1e-9:
+        raise ValueError(
+            f"spread={spread} with sparsity={sparsity} on {blocks} blocks; allowed: 0 <= sparsity < 1 for each of them, whose "
+            "sparsities differ by 2 spread"
+        )
 
 
 def _named(layer: str, function: Callable[[], Any]) -> Any:
@@ -124,10 +145,10 @@ def swap(recipe: Recipe, W: Matrix, mask: Mask, stats: Statistics, S: Matrix) ->
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON has it; arrays as a digest.
+    """The recipe as JSON has it, with the defaults of its functions; arrays as a digest.
 
-    >>> describe(Recipe(pattern=(2, 4)))["pattern"], describe(Recipe(pattern=(2, 4), regrow=choose(regrow.dsnot)))["regrow"]
-    ('2:4', {'name': 'dsnot'})
+    >>> describe(Recipe(pattern=(2, 4)))["pattern"], describe(Recipe(pattern=(2, 4), regrow=choose(regrow.dsnot)))["regrow"]["cycles"]
+    ('2:4', 50)
     """
     found = {name: _plain(value) for name, value in recipe._asdict().items()}
     return found | {"pattern": None if recipe.pattern is None else f"{recipe.pattern[0]}:{recipe.pattern[1]}"}
@@ -135,11 +156,35 @@ def describe(recipe: Recipe) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Choice):
-        return {"name": value.function.__name__} | {name: _plain(one) for name, one in value.options.items()}
+        return {"name": _name(value.function)} | {name: _plain(one) for name, one in _options(value).items()}
     if isinstance(value, jax.Array | np.ndarray):
         return digest(value)
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     if callable(value):
-        return value.__name__
+        return _name(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _options(choice: Choice) -> dict[str, Any]:
+    """All of them: a default that changes with a version is another recipe."""
+    try:
+        bound = inspect.signature(choice.function).bind_partial(**choice.options)
+    except TypeError as error:
+        raise ValueError(f"{_name(choice.function)} with options {sorted(choice.options)}: {error}") from error
+    bound.apply_defaults()
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        several = bound.signature.parameters[name].kind == inspect.Parameter.VAR_KEYWORD
+        found |= value if several else {name: value}
+    found.pop("pattern", None)  # the recipe's own
+    return found
+
+
+def _name(function: Callable) -> str:
+    """A name that says which function it is, in a manifest too."""
+    name = getattr(function, "__qualname__", None)
+    if name is None or "<lambda>" in name:
+        raise ValueError(f"{function!r} has no name for the manifest; allowed: functions made by def")
+    module = function.__module__
+    return name if module.split(".")[0] == "commjax" else f"{module}.{name}"

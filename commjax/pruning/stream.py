@@ -5,15 +5,19 @@ The work is done in `OUT.partial`, which takes the name OUT at the end.  Every f
 recomputes the activations from the pruned blocks, so that they need no place on the disk, and ends with the same bits.
 """
 
+import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from commjax import __version__
 from commjax.checkpoint import digest
 from commjax.llm import checkpoints, export, names
 from commjax.llm.base import Layers
@@ -25,7 +29,8 @@ from commjax.pruning.model import Layer, Windows
 from commjax.pruning.recipe import Recipe
 
 MANIFEST = "manifest.json"
-_FORMAT = "commjax-pruned-1"
+_FORMAT = "commjax-pruned-2"
+_TORN = re.compile(r"\..+\.[0-9a-f]{8}")  # what `export` calls a file or folder that is being written
 _PAGE, _PAGES = 4096, 64  # of every file, for its fingerprint
 
 
@@ -41,7 +46,8 @@ def prune_folder(
     """Prune the Hugging Face folder `source` into the new folder `out`, calibrated on `windows` of tokens.
 
     `out` loads in transformers as it is.  Everything is checked before any work: the source (names, shapes, NaN), the recipe,
-    the windows, that `out` is new.  Returns what became of every layer, as `manifest.json` has it.
+    the windows, that `out` is new.  What OWL asks for is known after a pass of the dense model, and checked before anything is
+    written.  Returns what became of every layer, as `manifest.json` has it.
     """
     source, out = Path(source), Path(out)
     export.refuse_existing(out)
@@ -50,12 +56,14 @@ def prune_folder(
     in_memory.check_windows(checkpoint.model, windows, batch_size)
     checkpoints.open_folder(source, finite=True)  # last, because it reads everything
     partial = out.with_name(f"{out.name}.partial")
-    manifest = _begin(partial, checkpoint, {
+    identity = {
         "format": _FORMAT,
+        "commjax": __version__,
         "recipe": recipes.describe(recipe),
         "calibration": {"windows": list(windows.shape), "batch_size": batch_size, "digest": digest(windows)},
         "source": _fingerprint(checkpoint),
-    })  # fmt: skip
+    }
+    manifest = _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
     _run(partial, checkpoint, windows, recipe, batch_size, progress, manifest)
     _end(partial, checkpoint)
     export.publish(partial, out)
@@ -72,10 +80,15 @@ def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
     return tuple(Layer(**one) for block in manifest["blocks"] for one in block)
 
 
-def _begin(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any]) -> dict[str, Any]:
+def _begin(
+    partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], sparsities: Callable[[], list[float]]
+) -> dict[str, Any]:
     """The manifest of a new run, or of the one to be continued."""
+    for torn in partial.parent.glob(f".{glob.escape(partial.name)}.*"):  # of a process killed just here
+        if _TORN.fullmatch(torn.name) and torn.is_dir():
+            shutil.rmtree(torn)
     if not partial.exists():
-        manifest = identity | {"blocks": []}
+        manifest = identity | {"sparsities": sparsities(), "blocks": []}
         with export.writing(partial) as folder:
             export.copy_beside(checkpoint.folder, folder)
             export.write_json(folder / MANIFEST, manifest)
@@ -93,8 +106,15 @@ def _begin(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any]) -> d
                 "another folder"
             )
     for torn in partial.glob(".*"):  # what a killed process was writing
-        torn.unlink()
+        if _TORN.fullmatch(torn.name) and torn.is_file():
+            torn.unlink()
     return manifest
+
+
+def _sparsities(checkpoint: Checkpoint, windows: Windows, recipe: Recipe, batch_size: int) -> list[float]:
+    model, outer = checkpoint.model, checkpoints.read_outer(checkpoint)
+    blocks = _blocks(checkpoint, 0)
+    return in_memory.sparsity_of_blocks(model, outer, blocks, windows, recipe, batch_size).tolist()
 
 
 def _run(
@@ -113,11 +133,6 @@ def _run(
         export.write_tensors(partial / _shard(checkpoint, 0), names.outer_tensors(model, outer))
     if finished == count:
         return
-    if "sparsities" not in manifest:
-        dense = _blocks(checkpoint, 0)
-        sparsities = in_memory.sparsity_of_blocks(model, outer, dense, windows, recipe, batch_size)
-        manifest["sparsities"] = sparsities.tolist()
-        export.write_json(partial / MANIFEST, manifest)
     hidden = in_memory.embed(model, outer, windows, batch_size)
     del outer
     for number in range(finished):

@@ -19,10 +19,10 @@ _CHUNK = 16  # inputs looked at to take one candidate, beside one number for eve
 
 
 class _Queue(NamedTuple):
-    """Candidates of either sign, best first; [0] positive, [1] negative.  What was taken is known by the last one taken."""
+    """Candidates of either sign, best first; [0] positive, [1] negative.  What was taken is known by the latest one."""
 
     best: Int[Array, "2 n o"]  # the largest key left in every chunk
-    key: Int[Array, "2 o"]  # of the last one taken
+    key: Int[Array, "2 o"]  # of the latest one taken
     index: Int[Array, "2 o"]
 
 
@@ -55,9 +55,11 @@ def _iota(shape):
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0)
 
 
-def _first(mask):
-    """The first position along axis 0 where mask is True, or the last position"""
-    return jnp.min(jnp.where(mask, _iota(mask.shape), mask.shape[0] - 1), axis=0)
+def _first(mask, way=None):
+    """The first position along axis 0 where mask is True, which it is somewhere; where `way` [o] is -1, the last"""
+    positions = _iota(mask.shape) if way is None else way[None] * _iota(mask.shape)
+    found = jnp.min(jnp.where(mask, positions, mask.shape[0] - 1), axis=0)
+    return found if way is None else way * found
 
 
 def _chunk(keys, chunk):
@@ -65,21 +67,26 @@ def _chunk(keys, chunk):
     return jax.lax.optimization_barrier(rows)  # or the gather is done again for every use
 
 
-def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"]):
-    """(found, index, the queue after it): for every output its best candidate of one sign, the first among equals."""
+def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], *, from_end: bool = False):
+    """(found, index, the queue after it): for every output its best candidate of one sign, the first among equals.
+
+    `from_end`: the last among equals of positive sign, as a sorted list gives them that is read from its end.
+    """
     size = keys.shape[1]
+    way = jnp.where(positive, jnp.int32(-1), jnp.int32(1)) if from_end else None
 
     def of(pair):
         return jnp.where(positive[None], pair[0], pair[1]) if pair.ndim == 3 else jnp.where(positive, pair[0], pair[1])
 
     best, key, index = (of(a) for a in queue)
-    chunk = _first(best == jnp.max(best, axis=0)[None])
+    chunk = _first(best == jnp.max(best, axis=0)[None], way)
     rows = _chunk(keys, chunk)
     rows = jnp.where(positive[None], rows, -rows)
     place = _iota(rows.shape) + (chunk * size)[None]
-    rows = jnp.where((rows < key[None]) | ((rows == key[None]) & (place > index[None])), rows, 0)
+    later = place > index[None] if way is None else way[None] * (place - index[None]) > 0
+    rows = jnp.where((rows < key[None]) | ((rows == key[None]) & later), rows, 0)
     most = jnp.max(rows, axis=0)
-    found = chunk * size + _first(rows == most[None])
+    found = chunk * size + _first(rows == most[None], way)
     left = jnp.max(jnp.where(place == found[None], 0, rows), axis=0)
     side = jnp.stack([positive, ~positive])
     here = side[:, None] & (_iota(best.shape) == chunk[None])[None]
@@ -113,7 +120,8 @@ def swaps(
         p = argmin of prune over the kept where contribution has the other sign; with m, over the kept of g's group of m
         error <- error + contribution_p - contribution_g
 
-    A weight moves once at most; the first input wins among equals.  An output is done when |error| <= threshold before the swap; with
+    A weight moves once at most.  Among equals the first input wins; among the g of a positive error the last, because the released
+    code reads its sorted list from the end.  An output is done when |error| <= threshold before the swap; with
     `same_sign`, when the swap would leave the sign of the first error; when there is no g or no p.  With m, a g whose group has no p
     left is passed over.
     """
@@ -139,7 +147,7 @@ def swaps(
 
     def cycle(carry):
         t, error, active, grow, prune, swapped = carry
-        has_g, g, grow = _take(grow_keys, grow, error > 0)
+        has_g, g, grow = _take(grow_keys, grow, error > 0, from_end=True)
         if prune is None:
             has_p, p = least_of_group(g, swapped[1])
         else:

@@ -110,9 +110,10 @@ def read(
     """The questions of a .jsonl file, plain or packed; the first `limit` of them."""
     path = Path(path)
     with open(path, "rb") as raw:
-        lines = download.unpack(raw, path.suffix).read().decode("utf-8").splitlines()[:limit]
+        lines = download.unpack(raw, path.suffix).read().decode("utf-8").split("\n")
     found = []
-    for number, line in enumerate(lines, 1):
+    # Not splitlines: U+2028 and U+0085 may stand in a JSON text.
+    for number, line in [pair for pair in enumerate(lines, 1) if pair[1].strip()][:limit]:
         try:
             found.append(task(json.loads(line)))
         except (KeyError, ValueError, TypeError) as error:

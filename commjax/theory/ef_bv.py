@@ -6,7 +6,7 @@ of them in float32; every formula below is a ratio of sums of positive terms, an
 
 import math
 
-_REGIMES = ("pl", "kl", "nonconvex")
+REGIMES = ("pl", "kl", "nonconvex")
 
 
 def _check(eta: float, omega: float) -> None:
@@ -17,8 +17,8 @@ def _check(eta: float, omega: float) -> None:
 
 
 def _check_regime(regime: str) -> None:
-    if regime not in _REGIMES:
-        raise ValueError(f"regime must be one of {_REGIMES}, got {regime!r}")
+    if regime not in REGIMES:
+        raise ValueError(f"regime must be one of {REGIMES}, got {regime!r}")
 
 
 def best_scaling(eta: float, omega: float) -> float:

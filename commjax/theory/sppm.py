@@ -157,9 +157,12 @@ def inexact_one_step(
 ) -> float:
     """(1 + 1/s) b + (1 + s) times the exact `one_step`: a step whose squared prox error is b at most; s=None is `best_s`.
 
-    Thesis: L5681.
+    Thesis: L5681.  Holds if: any s > 0; only to unroll it s has to be below `inexact_limit` (P5).
     """
-    s = _checked_s(s, gamma, mu, sigma2, b)
+    _nonnegative(sigma2=sigma2, b=b)
+    s = best_s(gamma, mu, sigma2, b) if s is None else s
+    if not (s > 0 or s == b == 0):
+        raise ValueError(f"s={s}; allowed: positive")
     return (b + b / s if b > 0 else 0.0) + (1 + s) * one_step(distance2, gamma, mu, sigma2)
 
 

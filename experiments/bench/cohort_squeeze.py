@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 
 from commjax import cohorts, runner
 from commjax.algorithms import sppm_as
-from experiments import cohort_squeeze
+from experiments import cohort_squeeze_grid
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
 
 
 def ours(problem, settings: Settings, pairs, keys, dtype):
-    algorithm = cohort_squeeze.sppm(problem, cohorts.stratified(problem.clusters), cohort_squeeze.Settings())
+    algorithm = cohort_squeeze_grid.sppm(problem, cohorts.stratified(problem.clusters), cohort_squeeze_grid.Settings())
     tolerance = 1e-9 if dtype == jnp.float64 else 1e-5  # below it float32 has nothing to gain
     grid = runner.stack(
         [sppm_as.HParams(jnp.asarray(gamma, dtype), K, jnp.asarray(tolerance, dtype)) for gamma, K in pairs]
@@ -84,8 +84,8 @@ def theirs(problem, settings: Settings, pairs, keys):
 
 
 def main(settings: Settings) -> None:
-    about = cohort_squeeze.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
-    problem = cohort_squeeze.problem(settings.dataset, about)
+    about = cohort_squeeze_grid.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
+    problem = cohort_squeeze_grid.problem(settings.dataset, about)
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     keys = jax.random.split(jax.random.key(0), settings.seeds)
     runs = len(pairs) * len(keys)

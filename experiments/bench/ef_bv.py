@@ -25,7 +25,7 @@ import tyro
 from commjax import clients, compressors, runner
 from commjax.algorithms import ef_bv
 from commjax.base import Message
-from commjax.data.partition import ClientData
+from commjax.data.stacked import ClientData
 from commjax.problems import logistic
 
 

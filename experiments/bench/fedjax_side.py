@@ -1,5 +1,8 @@
 """FedJAX's side of `experiments.bench.scafflix`, for an environment of its own (see there).  Prints seconds a round."""
 
+# FedJAX's types do not know its own arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 import argparse
 import time
 

@@ -21,7 +21,7 @@ import tyro
 
 from commjax import clients, local, runner
 from commjax.algorithms import fedavg, scafflix
-from commjax.data.partition import ClientData, Examples
+from commjax.data.stacked import ClientData, Examples
 from commjax.problems import logistic, networks
 
 

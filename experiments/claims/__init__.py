@@ -10,6 +10,11 @@ from typing import Literal
 Verdict = Literal["reproduced", "differs", "corrected"]
 
 
+def corrected(holds: bool, errata: str) -> tuple[Verdict, str]:
+    """Verdict and errata number of a claim that the errata correct, if what they say was measured now."""
+    return ("corrected", errata) if holds else ("differs", "")
+
+
 @dataclass(frozen=True)
 class Claim:
     """One row of the scorecard.  Every number in `measured` was computed when the row was."""
@@ -22,6 +27,7 @@ class Claim:
     verdict: Verdict
     errata: str = ""  # for "corrected", and for "differs" where it is known: the number in docs/errata.md
     figure: bytes | None = None  # a PNG
+    seconds: float = 0.0  # that it took; the scorecard fills this in
 
     def __post_init__(self):
         if self.verdict == "corrected" and not self.errata:

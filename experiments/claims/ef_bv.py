@@ -19,7 +19,7 @@ from commjax.problems import logistic
 from commjax.theory import ef_bv as theory
 from experiments import ef_bv as experiment
 from experiments import ef_bv_table, plots
-from experiments.claims import Claim
+from experiments.claims import Claim, corrected
 
 METHOD = "EF-BV"
 SETTINGS = experiment.Settings(datasets=("breast_cancer",), n=100, rounds=6000, progress=False)
@@ -31,12 +31,18 @@ def breast_cancer(nonconvex: bool = False) -> experiment.Problem:
     return experiment.problem("breast_cancer", SETTINGS, nonconvex=nonconvex)
 
 
-def compare(**kwargs):
+@cache
+def compare(k_top: int | None = None, nonconvex: bool = False, rounds: int = SETTINGS.rounds):
     """A run of both methods whose files nobody needs afterwards."""
-    nonconvex = kwargs.get("nonconvex", False)
     with TemporaryDirectory() as folder:
+        settings = replace(SETTINGS, out=Path(folder), rounds=rounds)
         return experiment.compare(
-            breast_cancer(nonconvex), 1, replace(SETTINGS, out=Path(folder)), "scorecard", **kwargs
+            breast_cancer(nonconvex),
+            1,
+            settings,
+            "scorecard",
+            k_top=k_top or breast_cancer().d // 2,
+            nonconvex=nonconvex,
         )
 
 
@@ -68,10 +74,12 @@ def table_cells() -> Claim:
     cells = [c for c in ef_bv_table.cells(names, read_data=False) if c.corrected is not None]
     wrong = [c for c in cells if c.verdict == "differs"]
     listed = "; ".join(f"{c.dataset} ({c.k},{c.xi}) {c.quantity}: {c.printed:g} is {c.corrected:.4g}" for c in wrong)
+    known = {("mushrooms", 1, 2, "lambda EF21"), ("phishing", 2, 1, "r"), ("a9a", 2, 1, "omega_ran")}
+    found = {(c.dataset, c.k, c.xi, c.quantity) for c in wrong}
     return Claim(
         METHOD, "The parameter table, stepsizes apart (those need the data: experiments.ef_bv table)", "Tab. 2.1, L3003",
         f"{len(cells)} cells", f"{len(cells) - len(wrong)} re-derive, {len(wrong)} do not: {listed}",
-        "corrected" if wrong else "reproduced", "E4",
+        *corrected(found == known, "E4"),
     )  # fmt: skip
 
 
@@ -117,17 +125,19 @@ def linear_rate() -> Claim:
 def fewer_bits() -> Claim:
     record = compare()
     rows = experiment.bits_to_targets(record, TARGETS)
-    ratios = [row["ratio"] for row in rows]
+    ratios = [row["ratio"] for row in rows]  # 0 where only EF-BV arrives, infinite where only EF21 does
+    both = [row["ratio"] for row in rows if np.isfinite(row["bits"]).all()]
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
     experiment.panel(axes, record)
     axes.set_xlabel("kilobits sent by one client")
     axes.set_ylabel(r"$f(x^t) - f^\star$")
     axes.legend()
-    won = bool(ratios) and max(ratios) < 1
+    predicted = record.config["predicted"]
+    won = len(both) >= 3 and max(ratios) < 1 and max(abs(ratio / predicted - 1) for ratio in both) < 0.15
     return Claim(
         METHOD, "EF-BV always converges faster than EF21, by about sqrt(r_av/r)", "Fig. 2.2, L1195 and L3041",
         f"ratio of bits {record.config['predicted']:.3f} predicted (n={SETTINGS.n}, comp-(1,{record.config['k_top']}))",
-        f"{min(ratios):.3f} to {max(ratios):.3f} at {len(ratios)} targets down to {rows[-1]['fraction']:g} of the first gap",
+        ", ".join(f"{row['ratio']:.3f} at {row['fraction']:g}" for row in rows) + " of the first gap",
         "reproduced" if won else "differs", figure=plots.png(figure),
     )  # fmt: skip
 
@@ -141,7 +151,7 @@ def bits_are_not_free() -> Claim:
         METHOD, "The number of bits sent is proportional to t k", "Fig. 2.2, L1199",
         f"{wire.legacy_bits('32k', d, k):g} bits a message at d={d}, k={k}",
         f"{emitted} bits leave the encoder: the position depends on the data and must be sent",
-        "corrected", "E13",
+        *corrected(emitted == float(compressor.compress(jax.random.key(1), x).bits) > 32 * k, "E13"),
     )  # fmt: skip
 
 
@@ -155,7 +165,7 @@ def l_tilde() -> Claim:
     return Claim(
         METHOD, "L-tilde = sqrt(sum L_i^2) in the experiments", "L2991",
         f"gamma = {wrong:.3e}", f"with the mean that the proof has, gamma = {right:.3e}, {right / wrong:.2f} times larger (n={n})",
-        "corrected", "E1",
+        *corrected(math.sqrt(n) / 2 < right / wrong <= math.sqrt(n), "E1"),
     )  # fmt: skip
 
 
@@ -166,7 +176,7 @@ def trace_bound() -> Claim:
     return Claim(
         METHOD, "L_i = mu + (1/4N_i) sum |a_ij|^2 is the smoothness constant", "L2991",
         f"L-tilde = {bound.L_tilde:.3f}", f"the largest eigenvalue gives L-tilde = {exact.L_tilde:.3f}: the formula is a bound, {bound.L_tilde / exact.L_tilde:.2f} times too large",
-        "corrected", "E3",
+        *corrected(bool(np.all(bound.L_i >= exact.L_i)) and bound.L_tilde > 1.05 * exact.L_tilde, "E3"),
     )  # fmt: skip
 
 
@@ -187,11 +197,11 @@ def nonconvex_bound() -> Claim:
 
 
 def top_k_is_ef21() -> Claim:
-    record = compare(k_top=1)
+    record = compare(k_top=1, rounds=500)
     difference = np.abs(record.metrics["loss"][0] - record.metrics["loss"][1]).max()
     return Claim(
         METHOD, "For k' = k (top-k) EF21 and EF-BV are the same algorithm", "L3047",
-        "the same", f"largest difference of the two losses over {SETTINGS.rounds} rounds: {difference:.1e}",
+        "the same", f"largest difference of the two losses over {record.config['num_rounds']} rounds: {difference:.1e}",
         "reproduced" if difference < 1e-12 else "differs",
     )  # fmt: skip
 
@@ -201,7 +211,8 @@ def smaller_lead() -> Claim:
     ratios = {}
     for k_top in (d // 4, d // 2, d):
         record = compare(k_top=k_top)
-        ratios[k_top] = (experiment.bits_to_targets(record, TARGETS)[-1]["ratio"], record.config["predicted"])
+        reached = [row for row in experiment.bits_to_targets(record, TARGETS) if np.isfinite(row["bits"]).all()]
+        ratios[k_top] = (reached[-1]["ratio"], record.config["predicted"])
     values = [measured for measured, _ in ratios.values()]
     return Claim(
         METHOD, "The difference between EF-BV and EF21 is smaller when k' is smaller", "L3047",

@@ -17,8 +17,9 @@ from commjax import prox, runner
 from commjax.algorithms import ef_bv
 from commjax.base import Constants
 from commjax.data.libsvm import Dataset
-from commjax.data.partition import stack
+from commjax.data.stacked import stack
 from commjax.problems import logistic, quadratic
+from commjax.problems.constants import smoothness
 from commjax.theory import ef_bv as theory
 
 N, D = 6, 8
@@ -262,3 +263,20 @@ def test_flax_parameters_are_trained():
     chex.assert_trees_all_equal_shapes_and_dtypes(state, start)
     thinned = np.asarray(metrics.loss)[::15]
     assert all(later < earlier for earlier, later in pairwise(thinned))
+
+
+def test_constants_that_theory_cannot_use_are_named():
+    none = c.identity().constants(3, 2)
+    for tuned, name in ((ef_bv.theoretical, "L_tilde"), (ef_bv.ef21, "L_tilde"), (ef_bv.diana, "L_max")):
+        good = smoothness(np.array([1.0, 2.0]))
+        with pytest.raises(ValueError, match=rf"smoothness.{name} must be positive and finite, got nan"):
+            tuned(none, good._replace(**{name: float("nan")}))
+    with pytest.raises(ValueError, match=r"smoothness.L must be positive and finite, got 0"):
+        ef_bv.gradient_descent(smoothness(np.array([1.0]))._replace(L=0.0))
+    with pytest.raises(
+        ValueError, match=r"one of \('strongly convex', 'pl', 'kl', 'nonconvex'\), got 'strongly-convex'"
+    ):
+        ef_bv.diana(none, smoothness(np.array([1.0])), "strongly-convex")
+    algorithm = ef_bv.gd(jax.value_and_grad(lambda x, data: jnp.sum((x - data) ** 2)))
+    with pytest.raises(ValueError, match=r"one row for each of the 4 clients, got leaves of shapes \[\(3, 2\)\]"):
+        algorithm.init(jnp.zeros(2), jnp.arange(4), shift=jnp.zeros((3, 2)))

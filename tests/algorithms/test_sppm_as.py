@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from commjax import cohorts, parallel, runner
-from commjax.algorithms import sppm_as
-from commjax.data import partition
-from commjax.data.partition import ClientData
+from commjax.algorithms import averaged_prox, local_gd, sppm_as
+from commjax.data import stacked
+from commjax.data.stacked import ClientData
 from commjax.problems import logistic, quadratic
-from commjax.prox import quasi_newton, solvers
+from commjax.prox import cohort, quasi_newton, solvers
+from commjax.theory import sppm as theory
 
 N, D = 8, 4
 PROBLEM = quadratic.random(3, N, D, mu=0.5, L=3.0)
@@ -84,15 +85,15 @@ def test_the_order_of_clients_does_not_matter():
     order = np.random.default_rng(1).permutation(N)
     for algorithm in (
         sppm_as.sppm_as(quadratic.loss, SAMPLINGS["block"], newton),
-        sppm_as.mb_local_gd(jax.value_and_grad(quadratic.loss), SAMPLINGS["block"]),
+        local_gd.mb_local_gd(jax.value_and_grad(quadratic.loss), SAMPLINGS["block"]),
     ):
-        hparams = EXACT if algorithm.step.__qualname__.startswith("sppm") else sppm_as.LocalHParams(0.1, 3)
+        hparams = EXACT if algorithm.step.__qualname__.startswith("sppm") else local_gd.HParams(0.1, 3)
         straight, _ = after(algorithm, hparams, 2)
         shuffled, _ = after(algorithm, hparams, 2, jnp.asarray(order), jax.tree.map(lambda leaf: leaf[order], DATA))
         np.testing.assert_allclose(shuffled, straight, rtol=1e-10)
 
 
-@pytest.mark.parametrize("hubs", [None, sppm_as.Hubs.make([0, 0, 1, 1, 2, 2, 0, 1])], ids=["flat", "hubs"])
+@pytest.mark.parametrize("hubs", [None, cohort.Hubs.make([0, 0, 1, 1, 2, 2, 0, 1])], ids=["flat", "hubs"])
 @pytest.mark.parametrize("name", ["stratified", "block"])
 def test_devices_do_not_change_the_trajectory(name, hubs):
     algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], lambda hparams: quasi_newton.bfgs(), hubs)
@@ -106,24 +107,40 @@ def test_devices_do_not_change_the_trajectory(name, hubs):
 
 
 def test_hubs_add_up_to_the_same_and_their_bits_are_counted():
-    hubs = sppm_as.Hubs.make([0, 0, 1, 1, 2, 2, 0, 1])
+    hubs = cohort.Hubs.make([0, 1, 1, 0, 1, 0, 1, 1])  # the first cluster has a hub of its own
     sampling = SAMPLINGS["stratified"]
     flat, _ = after(sppm_as.sppm_as(quadratic.loss, sampling, newton), EXACT)
     found, metrics = after(sppm_as.sppm_as(quadratic.loss, sampling, newton, hubs), EXACT)
     np.testing.assert_allclose(found, flat, rtol=1e-10)
     met = len({int(hubs.of[i]) for i in np.asarray(sampling.sample(jax.random.fold_in(KEY, 0)).ids)})
+    assert met == 2 and metrics.hub_rounds == metrics.local_rounds
     assert metrics.bits_hubs == met * 64 * (D + 1) * float(metrics.local_rounds)
+    assert metrics.bits_hubs_down == met * 64 * D * float(metrics.local_rounds)
     with pytest.raises(ValueError, match="every number from 0 on used"):
-        sppm_as.Hubs.make([0, 2])
+        cohort.Hubs.make([0, 2])
+
+
+def test_a_hub_that_has_the_whole_cohort_talks_to_the_server_once_a_round():
+    """The two prices of `experiments.cohort_squeeze hierarchical`, from the ledger: c1 K + c2, and (c1 + c2) K."""
+    c1, c2 = 0.1, 1.0
+    hubs = cohort.Hubs.make([next(j for j, ids in enumerate(CLUSTERS) if i in ids) for i in range(N)])
+    for name, once in (("block", True), ("stratified", False)):
+        _, metrics = after(sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], newton, hubs), EXACT)
+        met = 1 if once else len(CLUSTERS)
+        exchange = 64 * (D if once else D + 1)  # a model, or a gradient and a value
+        local, between = float(metrics.local_rounds), float(metrics.bits_hubs) / (met * exchange)
+        assert local > 1 and between == float(metrics.hub_rounds) == (1 if once else local)
+        assert c1 * local + c2 * between == pytest.approx(c1 * local + c2 if once else (c1 + c2) * local)
+        assert metrics.bits_hubs_down == met * between * 64 * D
 
 
 def test_averaged_proxes_and_their_two_anchors():
     sampling, gamma, alpha, rounds = SAMPLINGS["stratified"], 2.0, 0.7, 3
     members = np.asarray(sampling.sample(jax.random.fold_in(KEY, 0)).ids)
     one = np.eye(N)
-    hparams = sppm_as.AveragedHParams(gamma, rounds, 1e-12, alpha)
-    fedprox, _ = after(sppm_as.fedprox_sppm_as(quadratic.loss, sampling, newton), hparams)
-    fedavg, metrics = after(sppm_as.fedavg_sppm_as(quadratic.loss, sampling, newton), hparams)
+    hparams = averaged_prox.HParams(gamma, rounds, 1e-12, alpha)
+    fedprox, _ = after(averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, newton), hparams)
+    fedavg, metrics = after(averaged_prox.fedavg_sppm_as(quadratic.loss, sampling, newton), hparams)
     x = y = start = np.asarray(START)
     for _ in range(rounds):
         x = np.mean([prox(x, one[i], gamma) for i in members], axis=0)
@@ -132,21 +149,43 @@ def test_averaged_proxes_and_their_two_anchors():
     np.testing.assert_allclose(fedprox, x, atol=1e-8)
     np.testing.assert_allclose(fedavg, y, atol=1e-8)
     for algorithm, wanted in (
-        (sppm_as.fedprox_sppm_as(quadratic.loss, sampling, newton), fedprox),
-        (sppm_as.fedavg_sppm_as(quadratic.loss, sampling, newton), fedavg),
+        (averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, newton), fedprox),
+        (averaged_prox.fedavg_sppm_as(quadratic.loss, sampling, newton), fedavg),
     ):
         step = parallel.shard_step(algorithm, parallel.client_mesh(4))
         state, _ = step(KEY, hparams, algorithm.init(START, jnp.arange(N)), DATA)
         np.testing.assert_allclose(state.server.params, wanted, rtol=1e-9)
     assert np.abs(fedprox - fedavg).max() > 1e-3  # not one method, as the text says (P2)
-    assert metrics.local_rounds == rounds
+    assert metrics.local_rounds == rounds and metrics.code == solvers.CONVERGED
+
+
+def test_one_members_breakdown_is_reported_by_the_averaged_proxes():
+    def saddle(x, data):  # client 5 has negative curvature
+        return data.c[0] * 0 + jnp.where(data.c[1] > 100, -5.0, 0.5) * jnp.vdot(x, x)
+
+    data = DATA._replace(c=DATA.c.at[5, 1].set(1000.0))
+    hparams = averaged_prox.HParams(2.0, 2, 1e-9, most=20)
+    for sampling, code in (
+        (cohorts.full(N), solvers.BROKE_DOWN),
+        (cohorts.nonuniform(np.eye(N)[0] * 0.992 + 0.001), solvers.CONVERGED),
+    ):
+        algorithm = averaged_prox.fedprox_sppm_as(saddle, sampling, newton)
+        _, metrics = after(algorithm, hparams, data=data)
+        assert metrics.code == code and (metrics.residual > 1e-9) == (code == solvers.BROKE_DOWN)
+    step = parallel.shard_step(averaged_prox.fedprox_sppm_as(saddle, cohorts.full(N), newton), parallel.client_mesh(4))
+    _, metrics = step(KEY, hparams, sppm_as.init(START, jnp.arange(N)), data)
+    assert metrics.code == solvers.BROKE_DOWN
+    short = averaged_prox.fedprox_sppm_as(
+        quadratic.loss, cohorts.full(N), lambda hparams: solvers.gradient_descent(5.0)
+    )
+    assert after(short, hparams)[1].code == solvers.OUT_OF_BUDGET
 
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_local_gd_on_a_cohort(steps):
     sampling, stepsize = SAMPLINGS["block"], 0.2
     found, metrics = after(
-        sppm_as.mb_local_gd(jax.value_and_grad(quadratic.loss), sampling), sppm_as.LocalHParams(stepsize, steps)
+        local_gd.mb_local_gd(jax.value_and_grad(quadratic.loss), sampling), local_gd.HParams(stepsize, steps)
     )
     draw = sampling.sample(jax.random.fold_in(KEY, 0))
     rows = []
@@ -199,7 +238,7 @@ def test_pooling_the_rows_of_a_cohort_changes_nothing(name):
         algorithm = sppm_as.sppm_as(loss, SAMPLINGS[name], lambda hparams: quasi_newton.bfgs(), pool=pool)
         return after(algorithm, EXACT, rounds=2, data=data)
 
-    (x, metrics), (pooled, same) = run(None), run(partition.pool(12))
+    (x, metrics), (pooled, same) = run(None), run(stacked.pool(12))
     np.testing.assert_allclose(pooled, x, rtol=1e-9)
     np.testing.assert_allclose(same.loss, metrics.loss, rtol=1e-12)
     assert int(same.local_rounds) == int(metrics.local_rounds)
@@ -215,6 +254,86 @@ def test_bad_input_is_refused():
     assert sppm_as.hparams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0)
 
 
+@pytest.mark.parametrize("which", ["sppm_as", "fedprox", "local_gd"])
+def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_they_are_traced(which):
+    sampling = SAMPLINGS["nice"]
+    algorithm, bad = {
+        "sppm_as": (
+            sppm_as.sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
+            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0)]},
+        ),
+        "fedprox": (
+            averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
+            {"gamma": [averaged_prox.HParams(-1.0, 3, 1e-3, most=5)], "rounds": [averaged_prox.HParams(1.0, 0, 1e-3, most=5)]},
+        ),
+        "local_gd": (
+            local_gd.mb_local_gd(jax.value_and_grad(quadratic.loss), sampling),
+            {"stepsize": [local_gd.HParams(-1.0, 2)], "steps": [local_gd.HParams(0.1, 0)]},
+        ),
+    }[which]  # fmt: skip
+    state = algorithm.init(START, jnp.arange(N))
+    compiled = jax.jit(algorithm.step)
+    for name, settings in bad.items():
+        for hparams in settings:
+            with pytest.raises(ValueError, match=f"{name}=.*; allowed"):
+                algorithm.step(KEY, hparams, state, DATA)
+            found, metrics = compiled(KEY, hparams, state, DATA)
+            assert metrics.code == solvers.BROKE_DOWN
+            np.testing.assert_array_equal(found.server.params, START)
+
+
+def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():
+    L_i = np.linalg.eigvalsh(PROBLEM.H)[:, -1]
+    n, tau = N, 3
+    expected = n * (tau - 1) / (tau * (n - 1)) * L_i.mean() + (n - tau) / (tau * (n - 1)) * L_i.max()
+    single, many = (local_gd.theoretical(cohorts.nice(n, tau), L_i, steps) for steps in (1, 5))
+    assert single.stepsize == pytest.approx(1 / (2 * expected)) and single.steps == 1
+    assert many.stepsize == pytest.approx(1 / (32 * L_i.max())) and many.steps == 5
+    assert local_gd.theoretical(cohorts.full(n), L_i).stepsize == pytest.approx(1 / (2 * L_i.mean()))
+    assert local_gd.theoretical(cohorts.full(n), L_i, 2).stepsize == pytest.approx(1 / (8 * L_i.max()))
+    # E |x+ - x*|^2 <= (1 - s mu) |x - x*|^2 + 2 s^2 sigma^2 over all cohorts (Gower et al. 2019, Thm 3.1)
+    for sampling in (
+        cohorts.nice(n, tau),
+        cohorts.block(np.arange(n).reshape(4, 2)),
+        cohorts.stratified(np.arange(n).reshape(4, 2)),
+    ):
+        s = local_gd.theoretical(sampling, L_i).stepsize
+        x_star = quadratic.optimum(PROBLEM).params
+        a, x = np.einsum("nij,nj->ni", PROBLEM.H, x_star - PROBLEM.c), np.asarray(START) * 3
+        grads = np.einsum("nij,nj->ni", PROBLEM.H, x - PROBLEM.c)
+        left = sum(p * np.sum((x - s * grads[list(ids)].mean(axis=0) - x_star) ** 2) for p, ids in sampling.outcomes())
+        mu = np.linalg.eigvalsh(PROBLEM.H.mean(axis=0))[0]
+        assert left <= (1 - s * mu) * np.sum((x - x_star) ** 2) + 2 * s**2 * sampling.variance(a)
+    with pytest.raises(ValueError, match="unequal shares"):
+        local_gd.theoretical(cohorts.stratified(CLUSTERS), L_i)
+    with pytest.raises(ValueError, match="steps=0; allowed"):
+        local_gd.theoretical(cohorts.full(n), L_i, 0)
+
+
+def test_residuals_certify_prox_errors_that_keep_the_inexact_bound():
+    """The residual of every round -> b of squared_prox_error -> inexact_bound: E |x_T - x*|^2 over 200 runs stays under it."""
+    sampling, gamma, T = cohorts.stratified(np.arange(N).reshape(4, 2)), 0.5, 6
+    algorithm = sppm_as.sppm_as(
+        quadratic.loss, sampling, lambda hparams: solvers.gradient_descent(3.0 + 1 / hparams.gamma)
+    )
+    state = algorithm.init(START, jnp.arange(N))
+    settings = runner.stack([sppm_as.HParams(gamma, 3, 0.0)])
+    states, metrics = runner.sweep(jax.random.split(KEY, 200), algorithm, settings, state, DATA, T)
+    mu, x_star = sampling.mu(np.linalg.eigvalsh(PROBLEM.H)[:, 0]), quadratic.optimum(PROBLEM).params
+    sigma2 = sampling.variance(np.einsum("nij,nj->ni", PROBLEM.H, x_star - PROBLEM.c))
+    b = theory.squared_prox_error(float(np.max(metrics.residual)), gamma, mu)
+    distance = np.sum((np.asarray(states.server.params[0]) - x_star) ** 2, axis=1).mean()
+    start = float(np.sum((np.asarray(START) - x_star) ** 2))
+    assert 1e-8 < b < 1 and distance <= theory.inexact_bound(T, start, gamma, mu, sigma2, b)
+
+
+def test_a_solver_with_local_work_says_why_it_does_not_run_on_a_mesh():
+    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], lambda hparams: solvers.scaffnew(0.1, 0.5))
+    step = parallel.shard_step(algorithm, parallel.client_mesh(2))
+    with pytest.raises(ValueError, match="on a mesh"):
+        step(KEY, EXACT, algorithm.init(START, jnp.arange(N)), DATA)
+
+
 def test_solvers_that_send_more_vectors_pay_for_them():
     one, two = (
         after(sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], newton, vectors=vectors), EXACT)[1]
@@ -224,13 +343,14 @@ def test_solvers_that_send_more_vectors_pay_for_them():
 
 
 def test_memory_grows_with_the_cohort_and_not_with_the_number_of_clients():
-    def working_memory(n, tau):
+    def working_memory(n, tau, K=EXACT.rounds):
         data = jax.tree.map(jnp.asarray, quadratic.random(0, n, 16, mu=0.5, L=2.0))
         algorithm = sppm_as.sppm_as(quadratic.loss, cohorts.nice(n, tau), lambda hparams: quasi_newton.bfgs(10))
         state = algorithm.init(jnp.ones(16), jnp.arange(n))
-        compiled = jax.jit(algorithm.step).lower(KEY, EXACT, state, data).compile()
+        compiled = jax.jit(algorithm.step).lower(KEY, EXACT._replace(rounds=K), state, data).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     one_client = 16 * 16 * 8
     assert working_memory(256, 4) - working_memory(16, 4) < 16 * one_client  # of 240 more clients; ids are drawn
     assert working_memory(256, 64) - working_memory(256, 4) > 40 * one_client
+    assert working_memory(256, 4, 5) == working_memory(256, 4, 500)  # nothing is kept of the local rounds

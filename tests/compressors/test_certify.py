@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.base import Constants
+from commjax.base import Constants, Message
 from commjax.compressors import (
     ViolatedConstantError,
     certify,
@@ -207,3 +207,10 @@ def test_trial_vectors_hold_the_extreme_cases():
 def test_samples_are_in_the_default_precision():
     certificate = certify(identity(), d=8, samples=20)
     assert certificate.measured == (0.0, 0.0, 0.0) and jnp.zeros(()).dtype == jnp.float64
+
+
+@METHODS
+def test_a_compressor_that_does_not_follow_its_law_is_refused(limit):
+    liar = top_k(1)._replace(compress=lambda key, x, id=0, n=1: Message(10 * x, jnp.zeros(())))
+    with pytest.raises(ViolatedConstantError, match=r"none of its `outcomes`|measured at least"):
+        certify(liar, d=4, n=2, trials=3, samples=50, enumerate_up_to=limit)

@@ -157,3 +157,20 @@ def test_random_index_is_uniform(d):
         assert u.min() < 3e-4 and u.max() > 1 - 3e-4
         halves = np.bincount(index % 2) / 60_000
         assert np.all(np.abs(halves - 0.5) < 0.011)
+
+
+@pytest.mark.parametrize("k, k_top, draws", [(1, 3, 1), (2, 4, 2), (2, 4, None)])
+def test_drawn_are_the_first_distinct_accepted_candidates_of_a_row_s_stream_in_however_many_turns(
+    k, k_top, draws, monkeypatch
+):
+    if draws is not None:
+        monkeypatch.setattr(select, "_draws", lambda *_: draws)
+    n, d = 40, 9
+    x = np.random.default_rng(0).standard_normal((n, d))
+    keys = jax.random.split(jax.random.key(3), n)
+    found = np.asarray(select._draw_rows(keys, jax.vmap(select.magnitude_bits)(jnp.asarray(x)), k, k_top))
+    stream = np.asarray(select._candidates(keys, jnp.int32(0), 200, d))
+    for i in range(n):
+        top = set(np.argsort(-np.abs(x[i]))[:k_top].tolist())
+        first = list(dict.fromkeys(c for c in stream[:, i].tolist() if c in top))[:k]
+        assert sorted(first) == np.flatnonzero(found[i]).tolist()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from commjax import clients, parallel
+from commjax import clients, compressors, parallel
+from commjax.algorithms import ef_bv
 from commjax.base import Message, Round, State
 
 ROWS = np.random.default_rng(0).standard_normal((8, 3))
@@ -152,3 +153,22 @@ def test_a_federated_round_calls_each_part_with_what_it_promises(devices):
             64.0,
             before.server.round + 1,
         )
+
+
+@pytest.mark.parametrize("price, n", [(48, 1000), (674_720, 1000), (33_554_440, 10), (2**24 - 1, 77)])
+def test_the_mean_of_equal_prices_is_that_price_also_in_float32(price, n):
+    found = jax.jit(clients.mean_price)(jnp.full(n, price, jnp.float32))
+    assert found.dtype == jnp.float32 and float(found) == float(np.float32(price))
+    mixed = jnp.asarray([0, 10, 0, 30], jnp.float32)
+    assert float(clients.mean_price(mixed)) == 10
+
+
+def test_the_ledger_of_a_float32_run_is_what_the_encoder_emits():
+    compressor = compressors.top_k(3)
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(lambda x, data: jnp.sum((x - data) ** 2)), compressor)
+    data = jnp.asarray(np.random.default_rng(0).standard_normal((1000, 20)), jnp.float32)
+    state = algorithm.init(jnp.zeros(20, jnp.float32), jnp.arange(1000))
+    with jax.enable_x64(False):
+        _, metrics = algorithm.step(jax.random.key(0), ef_bv.HParams(0.1, 1.0, 1.0), state, data)
+    assert metrics.bits_up.dtype == jnp.float32
+    assert float(metrics.bits_up) == 8 * len(compressor.encode(jax.random.key(1), data[0]))

@@ -101,6 +101,19 @@ def test_closed_forms_of_each_sampling(sampling):
 
 
 @each
+def test_expected_smoothness_is_what_enumeration_gives(sampling):
+    """max_i E [L_S | i in S], L_S = sum_{j in S} L_j / (n p_j) (Gower et al. 2019)"""
+    L = np.random.default_rng(3).uniform(0.1, 3.0, 6)
+    given = np.zeros(6)
+    for chance, ids in sampling.outcomes():
+        members = list(ids)
+        given[members] += chance * np.sum((L / (6 * sampling.probabilities))[members])
+    assert sampling.smoothness(L) == pytest.approx(np.max(given / sampling.probabilities), rel=1e-12)
+    with pytest.raises(ValueError, match="L_i has shape"):
+        sampling.smoothness(L[:-1])
+
+
+@each
 def test_a_cohort_is_unbiased(sampling):
     """T35 (L2044): E f_S = f, with f_i arbitrary numbers"""
     values = np.random.default_rng(1).standard_normal(6)
@@ -326,3 +339,9 @@ def test_a_hundred_clients_in_ten_clusters_draw_ten():
         draw = make(clusters).sample(jax.random.key(alone))
         np.testing.assert_allclose(draw.weights, 0.1, rtol=1e-12)
         assert draw.mask.all() and len(set(np.asarray(draw.ids) // 10)) == (10 if make is cohorts.stratified else 1)
+
+
+def test_numbers_of_clients_are_whole():
+    for make in (lambda: cohorts.nice(4, 2.5), lambda: cohorts.stratified_of([[0], [1]], 1.5)):  # type: ignore[arg-type]
+        with pytest.raises((ValueError, TypeError), match=r"[12]\.5"):  # under the tests the type checker is first
+            make()

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import parallel
+from commjax import parallel, runner
+from commjax.base import State
 from tests.registry import build
 
 CASE = build("gd")
@@ -32,16 +33,74 @@ def test_the_mesh_has_the_first_devices_and_by_default_all():
     assert parallel.client_mesh(2).axis_names == (parallel.AXIS,)
 
 
-@pytest.mark.parametrize("devices", [4, 8])
-def test_clients_that_do_not_divide_over_the_devices_are_refused(devices):
+def test_rows_that_do_not_divide_over_the_devices_are_padded_with_the_last_and_lie_whole_on_each():
+    state, _ = six_clients()
+    assert parallel.pad_rows(state.clients, 4).id.tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
+    assert parallel.pad_rows(state.clients, 3).id is state.clients.id
+    with pytest.raises(ValueError, match="6 rows do not divide over 4 devices; see pad_rows"):
+        parallel.split_rows(state.clients, 4)
+    placed = parallel.shard(state, parallel.client_mesh(4))
+    assert placed.clients.id.sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, placed, state)
+
+
+def test_only_a_given_number_of_rows_are_clients():
     state, data = six_clients()
-    message = f"6 clients do not divide over {devices} devices"
-    mesh = parallel.client_mesh(devices)
-    with pytest.raises(ValueError, match=message):
-        parallel.shard(state, mesh)
-    for step in (parallel.shard_step(CASE.algorithm, mesh), parallel.pmap_step(CASE.algorithm, devices)):
-        with pytest.raises(ValueError, match=message):
-            step(KEY, CASE.hparams, state, data)
+    five = State(state.server, jax.tree.map(lambda leaf: leaf[:5], state.clients))
+    wanted, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, five, jax.tree.map(lambda leaf: leaf[:5], data), 3)
+    for devices in (2, 3, 4):
+        mesh = parallel.client_mesh(devices)
+        found, seen = parallel.run(KEY, CASE.algorithm, CASE.hparams, state, data, 3, mesh, n=5)
+        np.testing.assert_allclose(found.server.params, wanted.server.params, rtol=1e-12)
+        np.testing.assert_allclose(seen.loss, metrics.loss, rtol=1e-12)
+
+
+@pytest.mark.parametrize("n", [-1, 0, 7, 100])
+def test_more_clients_than_rows_and_none_are_refused(n):
+    with pytest.raises(ValueError, match=f"n must be between 1 and the 6 rows, got {n}"):
+        parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, parallel.client_mesh(2), n=n)
+
+
+def test_a_mesh_with_other_axes_is_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    for make in (parallel.shard_step, parallel.jit_step):
+        with pytest.raises(ValueError, match=r"mesh must have the one axis 'clients' .*got \('data', 'model'\)"):
+            make(CASE.algorithm, mesh)
+    with pytest.raises(ValueError, match="mesh must have the one axis"):
+        parallel.shard(CASE.init(), mesh)
+    with pytest.raises(ValueError, match="mesh must have the one axis"):
+        parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh)
+
+
+def test_the_names_of_padded_axes_differ_with_the_number_of_clients():
+    six, seven = parallel.padded_axis(6), parallel.padded_axis(7)
+    assert six != seven and (six.n, seven.n) == (6, 7) and six == parallel.padded_axis(6)
+
+
+HLO = """
+  %a = (f32[3,4]{1,0}, f64[]) all-reduce(%x, %y), channel_id=1
+  %b = bf16[8]{0} all-gather(%z), dimensions={0}
+  %c = pred[5]{0} collective-permute(%z)
+  %d = f32[100]{0} add(%x, %y)
+  %e = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), dimensions={0}
+  %f = ((f32[2]{0}, f8e4m3fn[3]{0}), (f32[8]{0}, f8e4m3fn[12]{0})) all-gather-start(%x, %y), dimensions={0}
+  %g = (bf16[7]{0}, bf16[7]{0}, u32[], u32[]) collective-permute-start(%x)
+  %h = (f32[5]{0}, f32[6]{0}) all-reduce-start(%x, %y)
+  %i = f8e5m2[9]{0} all-reduce(%x)
+  %j = s4[3]{0} all-to-all(%x)
+  %k = f32[8]{0} all-gather-done(%e)
+"""
+
+
+def test_bytes_of_collectives_are_read_from_the_program():
+    class Compiled:
+        def as_text(self):
+            return HLO
+
+    found = parallel.collectives(Compiled())
+    assert found.counts == {"all-reduce": 3, "all-gather": 3, "collective-permute": 2, "all-to-all": 1}
+    sizes = {"a": 3 * 4 * 4 + 8, "b": 16, "c": 5, "e": 32, "f": 32 + 12, "g": 14, "h": 20 + 24, "i": 9, "j": 2}
+    assert found.bytes == sum(sizes.values())
 
 
 def test_splitting_rows_over_devices_keeps_their_order_and_merging_undoes_it():

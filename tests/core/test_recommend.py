@@ -8,7 +8,7 @@ import pytest
 from commjax import clustering, runner
 from commjax.algorithms import sppm_as
 from commjax.problems import quadratic
-from commjax.recommend import Facts, local_rounds, recommend
+from commjax.recommend import Facts, local_rounds, recommend, solver_for
 
 N, D = 6, 3
 PROBLEM = quadratic.random(1, N, D, mu=1.0, L=4.0)
@@ -58,3 +58,34 @@ def test_bad_wishes_are_refused():
         recommend(FACTS, 0.1, 0.0, 0.0)
     with pytest.raises(ValueError, match="allowed: above"):
         recommend(FACTS, 1e-3, gammas=[10.0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"distance2": float("nan")}, "distance2=nan; allowed: finite"),
+        ({"distance2": -5.0}, "distance2=-5.0; allowed"),
+        ({"L_i": np.full(N, np.nan)}, "L_i=.*; allowed: n=6 finite positive"),
+        ({"L_i": np.full(N, 0.1)}, "allowed: mu_i <= L_i"),
+        ({"mu_i": np.zeros(N)}, "mu_i=.*; allowed"),
+        ({"gradients": np.full((N, D), np.inf)}, "gradients has shape"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        recommend(FACTS._replace(**change), 0.1)
+
+
+def test_strong_convexity_lost_in_rounding_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="mu_i far enough from 0"):
+        recommend(FACTS._replace(mu_i=np.full(N, 1e-30), gradients=0 * FACTS.gradients), 0.1, gammas=[1.0])
+
+
+def test_the_solver_follows_from_what_a_local_round_is():
+    by = {count: recommend(FACTS, 0.1, count=count) for count in ("iterations", "evaluations")}
+    assert by["iterations"].solver_name == "cg" and by["evaluations"].solver_name == "lbfgs"
+    assert by["evaluations"].evaluations <= by["iterations"].evaluations
+    assert all(one.evaluations > one.cost for one in by.values())
+    assert solver_for(False).name == "adam"
+    with pytest.raises(ValueError, match="count='rounds'; allowed: iterations or evaluations"):
+        recommend(FACTS, 0.1, count="rounds")

@@ -7,7 +7,7 @@ import pytest
 
 from commjax import compressors, runner
 from commjax.algorithms import ef_bv
-from commjax.data.partition import ClientData
+from commjax.data.stacked import ClientData
 from commjax.problems import logistic, quadratic
 from tests.registry import build
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commjax import runner
-from commjax.data import libsvm, partition
+from commjax.data import libsvm, partition, stacked
 from commjax.problems import logistic
 
 SIZES = st.integers(1, 60).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(1, rows)))
@@ -93,7 +93,7 @@ def test_bad_sizes_are_refused_with_their_values(args, options, message):
 def test_stack_pads_to_the_longest_client_with_weight_zero():
     dataset = toy()
     rows = [np.array([4, 0, 2]), np.array([5])]
-    data = partition.stack(dataset, rows)
+    data = stacked.stack(dataset, rows)
     assert data.features.shape == (2, 3, 2)
     np.testing.assert_array_equal(data.features[0], dataset.features[[4, 0, 2]])
     np.testing.assert_array_equal(data.features[1], [dataset.features[5], [0, 0], [0, 0]])
@@ -106,9 +106,9 @@ def test_stack_pads_to_the_longest_client_with_weight_zero():
 def test_stacked_weights_sum_to_one_per_client_and_row_weights_to_one_in_all(size, seed, remainder):
     num_rows, n = size
     rows = partition.blocks(num_rows, n, seed=seed, remainder=remainder, overlap=(n + 1) // 2)
-    data = partition.stack(toy(num_rows), rows)
+    data = stacked.stack(toy(num_rows), rows)
     np.testing.assert_allclose(data.weights.sum(axis=1), 1, rtol=1e-12)
-    weights = partition.row_weights(rows, num_rows)
+    weights = stacked.row_weights(rows, num_rows)
     expected = [sum((r == ids).sum() / (n * len(ids)) for ids in rows) for r in range(num_rows)]
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
 
@@ -124,7 +124,7 @@ def test_stacked_weights_sum_to_one_per_client_and_row_weights_to_one_in_all(siz
 )
 def test_bad_row_ids_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
-        partition.stack(toy(), rows)
+        stacked.stack(toy(), rows)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -132,14 +132,14 @@ def test_non_finite_features_are_refused(bad):
     dataset = toy()
     dataset.features[3, 1] = bad
     with pytest.raises(ValueError, match="toy: row 3 has a non-finite feature"):
-        partition.stack(dataset, [np.arange(6)])
+        stacked.stack(dataset, [np.arange(6)])
 
 
 def test_labels_other_than_plus_and_minus_one_are_refused():
     dataset = toy()
     dataset.labels[2] = 0.0
     with pytest.raises(ValueError, match=r"toy: row 2 has .* a label that is not -1 or"):
-        partition.stack(dataset, [np.arange(6)])
+        stacked.stack(dataset, [np.arange(6)])
 
 
 def is_exact(rows, n, num_rows):
@@ -408,21 +408,21 @@ def test_stack_rows_gathers_every_leaf_and_pads_with_the_first_row_at_weight_zer
     rng = np.random.default_rng(0)
     arrays = {"image": rng.integers(0, 256, (6, 4, 4, 1)).astype(np.uint8), "label": np.arange(6, dtype=np.int32)}
     rows = [np.array([4, 0, 2]), np.array([5])]
-    stacked, weights = partition.stack_rows(arrays, rows)
+    gathered, weights = stacked.stack_rows(arrays, rows)
     for name, leaf in arrays.items():
-        assert stacked[name].dtype == leaf.dtype and stacked[name].shape == (2, 3, *leaf.shape[1:])
-        np.testing.assert_array_equal(stacked[name][0], leaf[[4, 0, 2]])
-        np.testing.assert_array_equal(stacked[name][1], leaf[[5, 5, 5]])
+        assert gathered[name].dtype == leaf.dtype and gathered[name].shape == (2, 3, *leaf.shape[1:])
+        np.testing.assert_array_equal(gathered[name][0], leaf[[4, 0, 2]])
+        np.testing.assert_array_equal(gathered[name][1], leaf[[5, 5, 5]])
     assert weights.dtype == np.float32
     np.testing.assert_array_equal(weights, np.array([[1 / 3] * 3, [1, 0, 0]], np.float32))
-    assert partition.stack_rows(arrays, rows, dtype=np.float64)[1].dtype == np.float64
+    assert stacked.stack_rows(arrays, rows, dtype=np.float64)[1].dtype == np.float64
 
 
 def test_examples_agree_with_stack_where_weights_are_not_zero():
     dataset = toy()
     rows = [np.array([4, 0, 2]), np.array([5])]
-    data = partition.stack(dataset, rows)
-    found = partition.examples(dataset.features, dataset.labels, rows, dtype=np.float64)
+    data = stacked.stack(dataset, rows)
+    found = stacked.examples(dataset.features, dataset.labels, rows, dtype=np.float64)
     real = data.weights > 0
     np.testing.assert_array_equal(found.weights, data.weights)
     np.testing.assert_array_equal(found.inputs[real], data.features[real])
@@ -431,9 +431,9 @@ def test_examples_agree_with_stack_where_weights_are_not_zero():
 
 def test_minibatches_of_examples_are_unbiased_under_padding():
     targets = np.array([1.0, 2.0, 6.0, 5.0], np.float32)
-    data = partition.examples(targets[:, None], targets, [np.array([0, 1, 2]), np.array([3])])
+    data = stacked.examples(targets[:, None], targets, [np.array([0, 1, 2]), np.array([3])])
     batch = runner.minibatches(20000)(jax.random.key(0), jnp.arange(2), jax.tree.map(jnp.asarray, data))
-    assert isinstance(batch, partition.Examples) and batch.weights.dtype == jnp.float32
+    assert isinstance(batch, stacked.Examples) and batch.weights.dtype == jnp.float32
     np.testing.assert_allclose(jnp.sum(batch.weights * batch.targets, axis=1), [3, 5], rtol=0.03)
 
 
@@ -449,7 +449,7 @@ def test_minibatches_of_examples_are_unbiased_under_padding():
 )
 def test_stack_rows_refuses_what_does_not_fit(arrays, rows, message):
     with pytest.raises(ValueError, match=message):
-        partition.stack_rows(arrays, rows)
+        stacked.stack_rows(arrays, rows)
 
 
 def ragged(seed=0, sizes=(3, 1, 4)):
@@ -457,21 +457,37 @@ def ragged(seed=0, sizes=(3, 1, 4)):
     most = max(sizes)
     weights = np.array([[1 / size] * size + [0.0] * (most - size) for size in sizes])
     features, labels = rng.standard_normal((len(sizes), most, 2)), np.sign(rng.standard_normal((len(sizes), most)))
-    return jax.tree.map(jnp.asarray, partition.ClientData(features, labels, weights))
+    return jax.tree.map(jnp.asarray, stacked.ClientData(features, labels, weights))
 
 
 @pytest.mark.parametrize("size", [8, 10])
 def test_a_pooled_cohort_has_the_weighted_loss_of_its_clients(size):
     data, shares, x = ragged(), jnp.asarray([0.2, 0.5, 0.3]), jnp.asarray([0.4, -1.0])
     apart = jax.vmap(lambda one: logistic.loss(x, one, 0.3))(data)
-    pooled = partition.pool(size)(data, shares)
+    pooled = stacked.pool(size)(data, shares)
     assert pooled.features.shape == (size, 2)
     np.testing.assert_allclose(logistic.loss(x, pooled, 0.3), shares @ apart, rtol=1e-13)
 
 
 def test_a_pool_that_is_too_small_says_so_with_nan_and_absent_clients_need_no_room():
     data = ragged()
-    assert np.isnan(partition.pool(7)(data, jnp.full(3, 1 / 3)).weights).all()
-    assert np.isfinite(partition.pool(7)(data, jnp.asarray([0.5, 0.0, 0.5])).weights).all()
+    assert np.isnan(stacked.pool(7)(data, jnp.full(3, 1 / 3)).weights).all()
+    assert np.isfinite(stacked.pool(7)(data, jnp.asarray([0.5, 0.0, 0.5])).weights).all()
     with pytest.raises(ValueError, match="size=0; allowed: at least 1 row"):
-        partition.pool(0)
+        stacked.pool(0)
+
+
+def test_rows_stacked_to_a_given_length_are_padded_like_the_others():
+    dataset, rows = toy(), [np.array([0, 1, 2]), np.array([3])]
+    whole, alone = stacked.stack(dataset, rows), stacked.stack(dataset, rows[1:], 3)
+    for one, other in zip(whole, alone):
+        np.testing.assert_array_equal(one[1:], other)
+    with pytest.raises(ValueError, match="longest=2; allowed: at least the 3 rows"):
+        stacked.stack(dataset, rows, 2)
+
+
+def test_the_thesis_s_split_of_a_hundred_classes():
+    """15 of 100 classes for each of 100 clients (CIFAR100)"""
+    labels = some_labels(6000, 100)
+    rows = partition.class_wise(labels, 100, 15)
+    assert is_exact(rows, 100, 6000) and {len(np.unique(labels[ids])) for ids in rows} == {15}

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from commjax.records import Record
-from experiments import cohort_squeeze, cohort_squeeze_networks
+from experiments import cohort_squeeze, cohort_squeeze_grid, cohort_squeeze_networks
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return cohort_squeeze.Settings(
-        datasets=("breast_cancer",), clusters=4, per_cluster=3, gammas=(1.0, 100.0), most_local=4, rounds=12, localgd=(0.1,), seeds=2,
+        datasets=("breast_cancer",), clusters=4, per_cluster=3, gammas=(1.0, 100.0), most_local=4, rounds=12, localgd=(0.1,), seeds=2, cap=40,
         absolute=(1.0, 0.1), relative=(0.05,), out=tmp_path_factory.mktemp("cohort"), progress=False,
     )  # fmt: skip
 
@@ -26,13 +26,27 @@ def fake(distance, local_rounds):
 def test_costs_count_iterations_or_evaluations_and_a_miss_is_no_number():
     ours = fake([[[9, 4, 1], [9, 2, 1]], [[9, 8, 7], [9, 1, 1]]], np.full((2, 2, 3), 5))
     local = fake([[[9, 5, 2]]], np.ones((1, 1, 3)))
-    grid = cohort_squeeze.Grid(9.0, ours, local, [(1.0, 2), (10.0, 3)], [(0.1, 1)])
+    grid = cohort_squeeze.Grid(9.0, ours, local, [(1.0, 2), (10.0, 3)], [(0.1, 1)], 100)
     spent, plain = cohort_squeeze.costs(grid, 2.0, 1.0, 0.0, "iterations")
     np.testing.assert_allclose(spent, [(2 * 2 + 1 * 2) / 2, np.nan])  # the second setting misses with one seed
     assert plain.tolist() == [2.0]
     spent, plain = cohort_squeeze.costs(grid, 2.0, 0.1, 1.0, "evaluations")
     np.testing.assert_allclose(spent, [((0.5 + 1) * 2 + (0.5 + 1)) / 2, np.nan])
     np.testing.assert_allclose(plain, [2.2])
+    # A cohort that is spread over hubs has the server in every aggregation.
+    spread, plain = cohort_squeeze.costs(grid, 2.0, 0.1, 1.0, "iterations", "spread")
+    np.testing.assert_allclose(spread, [1.1 * (2 * 2 + 1 * 2) / 2, np.nan])
+    np.testing.assert_allclose(plain, [2.2])
+    # Both methods have the same cap.
+    spent, plain = cohort_squeeze.costs(grid._replace(cap=1.5), 2.0, 1.0, 0.0, "iterations")
+    assert np.isnan(spent).all() and np.isnan(plain).all()
+
+
+def test_runs_of_different_lengths_are_one_record_and_end_in_nothing():
+    short, long = fake([[[9, 4]]], [[[1, 2]]]), fake([[[9, 5, 1]]], [[[3, 4, 5]]])
+    record = cohort_squeeze_grid.together([short, long])
+    np.testing.assert_array_equal(record.metrics["distance"], [[[9, 4, np.nan]], [[9, 5, 1]]])
+    np.testing.assert_array_equal(cohort_squeeze_grid.rounds_to(record, 2.0), [[np.nan], [2.0]])
 
 
 def test_the_cost_table_and_its_figure(settings):
@@ -44,6 +58,9 @@ def test_the_cost_table_and_its_figure(settings):
     assert (settings.out / "cost_bfgs.png").read_bytes().startswith(b"\x89PNG")
     again = cohort_squeeze.hierarchical(settings)  # priced from the same runs
     assert {row["c1"] for row in again} == {0.1, 0.05} and all(row["c2"] == 1.0 for row in again)
+    assert (settings.out / "hierarchical_bfgs.png").read_bytes().startswith(b"\x89PNG")
+    prices = {(row["target"], row["c1"], row["hubs"]): row["iterations"] for row in again if "iterations" in row}
+    assert all(prices[t, c1, "one hub"] < price for (t, c1, hubs), price in prices.items() if hubs == "spread")
 
 
 def test_every_solver_reaches_the_target_and_newton_pays_for_its_hessians(settings):
@@ -87,6 +104,15 @@ def test_any_gamma_runs_and_a_larger_one_settles_farther_away(settings):
     assert rows[-1]["last"] > rows[3]["last"]  # gamma = 1e5 and 1
 
 
+def test_gradient_methods_run_at_their_theoretical_stepsizes(settings):
+    rows = {row["method"]: row for row in cohort_squeeze.baselines(dataclasses.replace(settings, rounds=4))}
+    assert set(rows) == {"SPPM-SS", "MB-GD, stratified", "MB-LocalGD, stratified", "MB-GD, nice", "MB-LocalGD, nice"}
+    assert (
+        rows["MB-LocalGD, nice"]["stepsize"] < rows["MB-GD, nice"]["stepsize"] <= rows["MB-GD, stratified"]["stepsize"]
+    )
+    assert all(np.isfinite(row["settled"]) for row in rows.values())
+
+
 def test_clusters_that_are_too_small_are_refused(settings):
     with pytest.raises(ValueError, match=r"per_cluster=500; allowed: at most \d+"):
         cohort_squeeze.problem("breast_cancer", dataclasses.replace(settings, per_cluster=500))
@@ -116,15 +142,49 @@ def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_
         needed = min(cohort_squeeze_networks.rounds_to(records, 0.2).mean() for _, _, records in theirs.values())
         assert row["localgd"] == pytest.approx((row["c1"] + row["c2"]) * needed)
     assert all(row["sppm"] is None and row["localgd"] is None for row in rows[3:])
-    assert (tiny.out / "networks_digits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tiny.out / "networks_digits_mlp.png").read_bytes().startswith(b"\x89PNG")
     # Adam evaluates the start and the end of each of the K iterations
     record = ours[3][2][0]
     assert set(record.metrics["local_rounds"]) == {4.0} and record.metrics["iterations"].max() == 3
 
 
-def test_network_solvers_are_tuned_alike(tiny, monkeypatch):
-    some = {name: cohort_squeeze_networks.WORKERS[name] for name in ("FedAdam", "MimeLite-Adam")}
-    monkeypatch.setattr(cohort_squeeze_networks, "WORKERS", some)
-    rows = cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, rounds=2, seeds=1))
-    assert [row["solver"] for row in rows] == ["FedAdam", "MimeLite-Adam"]
-    assert all(0 <= row["train"] <= 100 and row["rate"] in (0.01, 0.3) for row in rows)
+def test_network_solvers_are_tuned_alike(tiny):
+    some = ("FedAdam-Adam", "MimeLite-Adam", "Fed-LAMB")
+    rows = cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, rounds=2, seeds=1, workers=some))
+    assert tuple(row["solver"] for row in rows) == some
+    with pytest.raises(ValueError, match="workers has Nadam; allowed: FedSGD"):
+        cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, workers=("Nadam",)))
+    assert all(0 <= row["train"] <= 100 for row in rows)
+    # The server's rate is tuned over the clients' grid.
+    assert set(rows[0]["rate"]) <= {0.01, 0.3} and rows[1]["rate"] in (0.01, 0.3)
+    # MimeLite sends a model and a gradient with every aggregation, FedAdam a model.
+    assert rows[1]["megabits"] / rows[0]["megabits"] == pytest.approx(2, rel=1e-3)
+
+
+def test_the_workers_are_those_of_the_table():
+    """Every solver that L2328, L4673 and L5138 name for networks, by the factory that the module docstring of `federated` says."""
+    made: dict[str, list] = {}
+
+    def watch(name):
+        def factory(*arguments, **options):
+            made[current].append((name, options))
+
+        return factory
+
+    modules = ((cohort_squeeze_networks.federated, ("fed_opt", "fed_adam", "mime", "mime_lite", "fed_speed", "fed_lamb")),
+               (cohort_squeeze_networks.adaptive, ("adam", "apollo", "oasis")))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in modules:
+            for name in names:
+                patch.setattr(module, name, watch(name))
+        for current, worker in cohort_squeeze_networks.WORKERS.items():
+            made[current] = []
+            worker.make((0.1, 0.2) if worker.two_rates else 0.1, None)
+    assert {name: calls[0][0] for name, calls in made.items()} == {
+        "FedSGD": "fed_opt", "FedAdam": "fed_opt", "FedAdam-Adam": "fed_adam", "FedAdam-AdaGrad": "fed_adam", "Mime-Adam": "mime",
+        "MimeLite-Adam": "mime_lite", "FedSpeed": "fed_speed", "Fed-LAMB": "fed_lamb", "Adam": "adam", "Apollo": "apollo", "OASIS": "oasis",
+    }  # fmt: skip
+    assert made["FedAdam-Adam"][0][1]["local"].update.__qualname__.startswith("scale_by_adam")
+    assert made["FedAdam-AdaGrad"][0][1]["local"].update.__qualname__.startswith("scale_by_rss")
+    kinds = {name: worker.kind.__name__ for name, worker in cohort_squeeze_networks.WORKERS.items()}
+    assert kinds == {name: calls[0][0] for name, calls in made.items()}

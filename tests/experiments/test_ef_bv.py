@@ -8,6 +8,7 @@ import pytest
 
 from commjax.records import Record
 from experiments import ef_bv, ef_bv_table
+from experiments.claims import ef_bv as claims
 
 TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=5, progress=False)
 
@@ -25,16 +26,21 @@ def fake_record(loss_a, loss_b, bits=40.0):
 
 def test_bits_to_targets_counts_what_was_sent_before_the_target_was_reached():
     record = fake_record([11, 6, 3, 2], [11, 9, 6, 3])
-    rows = ef_bv.bits_to_targets(record, (0.5, 0.2, 0.1))
-    assert [row["fraction"] for row in rows] == [0.5, 0.2]  # the second method never reaches 0.1
-    assert [row["rounds"] for row in rows] == [[1, 2], [2, 3]]
-    assert [row["bits"] for row in rows] == [[40.0, 80.0], [80.0, 120.0]]
-    assert rows[0]["ratio"] == 0.5
+    rows = ef_bv.bits_to_targets(record, (0.5, 0.2, 0.1, 0.05))
+    assert [row["fraction"] for row in rows] == [0.5, 0.2, 0.1]  # nobody reaches 0.05
+    assert [row["rounds"] for row in rows] == [[1, 2], [2, 3], [3, None]]
+    assert [row["bits"] for row in rows] == [[40.0, 80.0], [80.0, 120.0], [120.0, np.inf]]
+    assert [row["ratio"] for row in rows] == [0.5, 80 / 120, 0.0]
+
+
+def test_a_target_that_only_ef21_reaches_counts_against_ef_bv():
+    (row,) = ef_bv.bits_to_targets(fake_record([11, 9, 6, 3], [11, 6, 3, 2]), (0.1,))
+    assert row["bits"] == [np.inf, 120.0] and row["ratio"] == np.inf
 
 
 def test_the_main_figure_has_a_panel_a_setting_and_leaves_records(settings):
     records = ef_bv.main_figure(settings)
-    assert set(records) == {("breast_cancer", k, xi) for k, xi in ef_bv.SETTINGS}
+    assert set(records) == {("breast_cancer", k, xi) for k, xi in ef_bv.Settings.pairs}
     names = {path.name for path in settings.out.iterdir()}
     assert {
         "main_figure.png",
@@ -78,6 +84,9 @@ def test_the_nonconvex_figure_reports_the_squared_gradient(settings):
     problem = ef_bv.problem("breast_cancer", settings, nonconvex=True)
     sq_grad = record.metrics["sq_grad"]
     assert sq_grad.shape == (2, 1, settings.rounds) and np.all(sq_grad > 0)
+    assert record.config["start"] == "normal"  # and it can be said
+    zero = ef_bv.compare(problem, 1, dataclasses.replace(settings, start="zero"), "zero", nonconvex=True)
+    assert zero.config["start"] == "zero" and zero.metrics["loss"][0, 0, 0] == pytest.approx(np.log(2))
     assert (settings.out / "nonconvex.png").exists()
     state = ef_bv.ef_bv.ef_bv(problem.value_and_grad, ef_bv.compressors.identity()).init(
         jnp.zeros(problem.d), jnp.arange(12)
@@ -103,6 +112,21 @@ def test_ablations_and_stepsizes_draw_their_figures(settings):
     assert {"ablate_k.png", "ablate_n.png", "stepsizes.png"} <= {path.name for path in settings.out.iterdir()}
 
 
+def test_a_data_set_that_the_table_does_not_have_is_named():
+    with pytest.raises(
+        ValueError, match=r"datasets: \['mushroom'\] are not in the printed table; allowed: \['mushrooms'"
+    ):
+        ef_bv_table.cells(("mushroom",), read_data=False)
+
+
+def test_a_claim_whose_measurement_is_off_differs_and_cites_no_erratum(monkeypatch):
+    functions = (claims.bits_are_not_free, claims.table_cells)
+    assert [function().verdict for function in functions] == ["corrected"] * 2
+    monkeypatch.setattr(ef_bv_table.Cell, "verdict", "ok")
+    monkeypatch.setattr(claims.compressors, "comp", lambda k, k_top: claims.compressors.rand_k(k))
+    assert [(function().verdict, function().errata) for function in functions] == [("differs", "")] * 2
+
+
 def test_the_table_finds_exactly_the_wrong_cells_that_need_no_data():
     cells = ef_bv_table.cells(("mushrooms", "phishing", "a9a", "w8a"), read_data=False)
     wrong = {(c.dataset, c.k, c.xi, c.quantity) for c in cells if c.verdict == "differs"}
@@ -122,8 +146,10 @@ def test_the_stepsizes_of_the_table_re_derive_from_the_data(real_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mushrooms", "phishing"])
-@pytest.mark.parametrize(("k", "xi"), ef_bv.SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "k", "xi"),
+    [(name, k, xi) for name in ("mushrooms", "phishing") for k, xi in ef_bv.Settings.pairs] + [("a9a", 2, 1)],
+)
 def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, tmp_path):
     settings = dataclasses.replace(ef_bv.Settings(), rounds=250, out=tmp_path, progress=False)
     record = ef_bv.compare(ef_bv.problem(name, settings, xi), k, settings, "run")
@@ -136,17 +162,11 @@ def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, t
 
 def test_a_command_that_is_given_again_runs_no_finished_panel_twice(settings, monkeypatch):
     before = ef_bv.main_figure(settings)
-    monkeypatch.setattr(ef_bv.runner, "_sweep_from", Traceable(ef_bv.runner._sweep_from))
+    monkeypatch.setattr(ef_bv.runner, "_sweep_in_place", not_again)
     again = ef_bv.main_figure(settings)
     for name, record in before.items():
         np.testing.assert_array_equal(record.metrics["loss"], again[name].metrics["loss"])
 
 
-class Traceable:
-    """The compiled sweep, which may be looked at for its identity and not be run."""
-
-    def __init__(self, compiled):
-        self.trace = compiled.trace
-
-    def __call__(self, *inputs):
-        raise AssertionError("a finished panel was run again")
+def not_again(*inputs, **options):
+    raise AssertionError("a finished panel was run again")

@@ -42,5 +42,6 @@ def test_claims_are_measured_and_written(tmp_path, monkeypatch):
     claims = scorecard.main(scorecard.Settings(out=tmp_path, only="core", progress=False))
     assert [claim.verdict for claim in claims] == ["reproduced"] * 2
     rows = json.loads((tmp_path / "scorecard.json").read_text())["claims"]
-    assert [row["claim"] for row in rows] == [claim.claim for claim in claims]
+    assert [(row["claim"], row["seconds"]) for row in rows] == [(claim.claim, claim.seconds) for claim in claims]
+    assert all(0 < row["seconds"] < 1000 for row in rows)
     assert (tmp_path / "index.html").stat().st_size > 1000

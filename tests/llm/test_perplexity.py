@@ -15,7 +15,7 @@ from commjax import llm
 from commjax.llm import base, llama2c, perplexity, tokens
 from tests.llm import tiny
 
-ADVANCE, ENTROPIES = cast(Any, perplexity._advance), cast(Any, perplexity._entropies)  # jitted
+ADVANCE, ENTROPIES = cast(Any, perplexity.advance_once), cast(Any, perplexity._entropies)  # jitted
 
 
 def load(tmp_path, case="llama grouped queries"):

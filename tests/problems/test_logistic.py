@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.data import embedded, libsvm, partition
+from commjax.data import embedded, libsvm, partition, stacked
 from commjax.problems import logistic
 
 requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
@@ -49,7 +49,7 @@ REGULARISERS = {
 def test_loss_and_gradient_equal_the_numpy_formula_on_every_client(loss):
     dataset = toy()
     x = np.random.default_rng(1).standard_normal(4)
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, ROWS))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, ROWS))
     both = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0, None)))
     values, grads = both(jnp.asarray(x), data, 0.3)
     value, grad = REGULARISERS[loss]
@@ -63,14 +63,14 @@ def test_loss_and_gradient_equal_the_numpy_formula_on_every_client(loss):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("weight", [0.1, 0, np.float64(0.1)])
 def test_the_dtype_of_params_and_data_is_kept(loss, dtype, weight):
-    data = jax.tree.map(lambda a: jnp.asarray(a[0], dtype), partition.stack(toy(), ROWS))
+    data = jax.tree.map(lambda a: jnp.asarray(a[0], dtype), stacked.stack(toy(), ROWS))
     value, grad = jax.value_and_grad(loss)(jnp.ones(4, dtype), data, weight)
     assert value.dtype == grad.dtype == dtype
 
 
 @pytest.mark.parametrize("margin", [1e4, -1e4])
 def test_huge_margins_neither_overflow_nor_lose_the_gradient(margin):
-    data = partition.ClientData(jnp.full((1, 1), margin), jnp.ones(1), jnp.ones(1))
+    data = stacked.ClientData(jnp.full((1, 1), margin), jnp.ones(1), jnp.ones(1))
     value, grad = jax.value_and_grad(logistic.loss)(jnp.ones(1), data, 0.0)
     np.testing.assert_allclose(value, max(-margin, 0))
     np.testing.assert_allclose(grad, [max(-margin, 0)], atol=1e-300)
@@ -78,7 +78,7 @@ def test_huge_margins_neither_overflow_nor_lose_the_gradient(margin):
 
 def hessian_at_zero(loss, dataset, rows, weight):
     """Where the logistic curvature is largest; both regularisers have theirs there too."""
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
     d = dataset.features.shape[1]
     return np.asarray(jax.vmap(jax.hessian(loss), (None, 0, None))(jnp.zeros(d), data, weight))
 
@@ -161,7 +161,7 @@ def test_trace_and_eigenvalue_of_the_whole_data_are_those_of_erratum_e3(name, tr
 
 def check_optimum(dataset, rows, mu):
     best = logistic.optimum(dataset, rows, mu)
-    data = jax.tree.map(jnp.asarray, partition.stack(dataset, rows))
+    data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
     f = jax.value_and_grad(lambda x: jnp.mean(jax.vmap(logistic.loss, (None, 0, None))(x, data, mu)))
     value, grad = f(jnp.asarray(best.params))
     assert best.gradient_norm <= 1e-12

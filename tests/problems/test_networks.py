@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from commjax import runner, tree
-from commjax.data import embedded, partition
-from commjax.data.partition import Examples
+from commjax.data import embedded, partition, stacked
+from commjax.data.stacked import Examples
 from commjax.problems import networks
 
 IMAGE = jnp.ones((2, 28, 28, 1), jnp.float32)
@@ -246,7 +246,7 @@ def test_accuracy_sums_add_up_over_clients():
     labels = jnp.asarray(digits.test_labels)
     everything = Examples(jnp.asarray(digits.test), labels, jnp.full(len(labels), 1 / len(labels), jnp.float32))
     rows = partition.quantity_wise(len(labels), 5)
-    clients = jax.tree.map(jnp.asarray, partition.examples(digits.test, digits.test_labels, rows))
+    clients = jax.tree.map(jnp.asarray, stacked.examples(digits.test, digits.test_labels, rows))
     right, total = jax.vmap(problem.accuracy_sums, (None, 0))(params, clients)
     assert total.tolist() == [len(ids) for ids in rows]
     assert [int(right.sum()), int(total.sum())] == [int(count) for count in problem.accuracy_sums(params, everything)]
@@ -261,7 +261,7 @@ def test_a_network_learns_the_digits_from_minibatches(module):
     digits = embedded.digits()
     problem = networks.classification(module)
     rows = partition.blocks(len(digits.train), 1)
-    data = jax.tree.map(jnp.asarray, partition.examples(digits.train, digits.train_labels, rows))
+    data = jax.tree.map(jnp.asarray, stacked.examples(digits.train, digits.train_labels, rows))
     batches = runner.minibatches(64)
 
     @jax.jit

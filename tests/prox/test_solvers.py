@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from commjax.algorithms import sppm_as
 from commjax.problems import quadratic
-from commjax.prox import quasi_newton, solvers
+from commjax.prox import cohort, quasi_newton, solvers
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 from commjax.theory import sppm as theory
 
@@ -71,8 +70,8 @@ POINTS = []  # at which a cohort of `problem` was asked, when compiled with `cou
 def oracle_of(data, gamma, center, counted=False):
     """The oracle that SPPM-AS builds, on three clients with weights that add up to 1."""
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf, center.dtype), data)
-    oracle = sppm_as.prox_oracle(
-        _loss, lambda x: x, sppm_as._Cohort(data, jnp.asarray(WEIGHTS, center.dtype)), center, gamma
+    oracle = cohort.prox_oracle(
+        _loss, lambda x: x, cohort.Cohort(data, jnp.asarray(WEIGHTS, center.dtype)), center, gamma
     )
 
     def value_and_grad(x):
@@ -154,8 +153,12 @@ def test_evaluations_are_the_points_at_which_the_cohort_was_asked(name, budget):
     result = run(name, "logistic", 20.0, budget, 0.0)
     assert int(result.iterations) == budget and int(result.code) == OUT_OF_BUDGET
     assert int(result.evaluations) == len(POINTS) == len(set(POINTS))
-    searches = name in ("cg", "bfgs", "lbfgs")
+    searches = name in ("cg", "bfgs", "lbfgs", "local_newton")
     assert int(result.evaluations) >= 1 + budget if searches else int(result.evaluations) == 1 + budget
+    # Line searches look at values; LocalNewton's needs no gradient where it rejects a step (P12).
+    assert int(result.values) == (int(result.evaluations) if searches else 0)
+    wolfe = name in ("cg", "bfgs", "lbfgs")
+    assert int(result.gradients) == (int(result.evaluations) if wolfe else 1 + budget)
     # The best of the points that were asked, not the last.
     assert tuple(map(float, result.params)) in POINTS
 
@@ -243,7 +246,7 @@ def test_bfgs_with_a_short_history_starts_again_and_still_converges():
     assert not np.allclose(solve(3, 5).params, solve(50, 5).params, rtol=1e-6)
     assert int(short.code) == OUT_OF_BUDGET and float(jnp.linalg.norm(grad)) > 1e-9
     assert int(solve(3, 200).code) == CONVERGED
-    with pytest.raises(ValueError, match="history=0; allowed: at least 1"):
+    with pytest.raises(ValueError, match="history=0; allowed: a whole number, at least 1"):
         quasi_newton.bfgs(0)
 
 
@@ -261,11 +264,39 @@ def test_local_newton_is_exact_when_clients_agree():
     np.testing.assert_allclose(result.params, np.linalg.solve(H + np.eye(D) / 5, H @ c + CENTER / 5), rtol=1e-10)
 
 
-def test_local_newton_stops_at_the_mean_of_the_clients_own_proxes_when_they_do_not_agree():
+def test_local_newton_goes_towards_the_mean_of_the_clients_own_proxes_as_far_as_f_falls():
+    """On quadratics the mean y of the clients' minimisers is where every direction points, and nothing beats it there."""
     own = [np.linalg.solve(H + np.eye(D) / 5, H @ c + CENTER / 5) for H, c in zip(QUADRATIC.H, QUADRATIC.c)]
-    result = run("local_newton", budget=20)
-    ends = [np.linalg.norm(gradient("quadratic", x)) for x in (CENTER, WEIGHTS @ np.stack(own))]
-    assert int(result.code) == OUT_OF_BUDGET and float(result.residual) == pytest.approx(min(ends), rel=1e-9)
+    y, x = WEIGHTS @ np.stack(own), np.asarray(CENTER)
+
+    def F(x):
+        return float(_value_and_grad(PROBLEMS["quadratic"], jnp.asarray(x))[0])
+
+    step, trials = 1.0, 1
+    while F(x + step * (y - x)) > F(x) + 1e-4 * step * gradient("quadratic", x) @ (y - x):
+        step, trials = step / 2, trials + 1
+    first = run("local_newton", budget=1)
+    ends = min((x, x + step * (y - x)), key=lambda x: np.linalg.norm(gradient("quadratic", x)))
+    np.testing.assert_allclose(first.params, ends, rtol=1e-9)
+    assert int(first.evaluations) == 1 + trials and int(first.code) == OUT_OF_BUDGET
+    away = run("local_newton", budget=20, start=y)  # no way down along 0
+    assert np.linalg.norm(away.params - y) < 1e-6 and float(away.residual) > 1e-3
+
+
+@pytest.mark.parametrize("curvatures", [(1.0, -2.0), (-2.0, 1.0)])
+def test_a_client_with_indefinite_curvature_breaks_local_newton_down_at_its_start(curvatures):
+    H = jnp.asarray(np.stack([np.diag([1.0, c]) for c in curvatures]))
+    weights = jnp.array([0.7, 0.3])
+
+    def rows(x):
+        return 0.5 * jnp.einsum("mi,mij,mj->m", x, H, x), jnp.einsum("mij,mj->mi", H, x)
+
+    oracle = Oracle(lambda x: (jnp.vdot(x, x) / 2, x), None, solvers.LocalOracle(rows, lambda x: H, weights))
+    result = jit(lambda x: solvers.local_newton()(oracle, x, 10, 1e-6))(jnp.ones(2))
+    assert int(result.code) == BROKE_DOWN and int(result.iterations) == 1
+    np.testing.assert_array_equal(result.params, np.ones(2))
+    absent = oracle._replace(local=oracle.local._replace(weights=jnp.asarray(np.array(curvatures) > 0, float)))
+    assert int(jit(lambda x: solvers.local_newton()(absent, x, 1, 1e-6))(jnp.ones(2)).code) == CONVERGED
 
 
 @pytest.mark.parametrize("name", ["gd", "cg", "bfgs"])
@@ -296,6 +327,21 @@ def test_tolerance_zero_uses_the_budget_or_stops_where_rounding_does_and_stays_a
     result = run(name, budget=500, tolerance=0.0)
     assert int(result.code) in (OUT_OF_BUDGET, BROKE_DOWN) or float(result.residual) == 0
     np.testing.assert_allclose(result.params, argmin("quadratic", 5.0), atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["scaffnew", "local_newton"])
+def test_solvers_with_local_work_stay_finite_at_every_gamma(name):
+    for gamma in (1e-3, 1.0, 1e5):
+        result = run(name, "logistic", gamma, 30, 0.0, start=CENTER + 10)
+        assert np.all(np.isfinite(result.params)) and float(result.residual) <= np.linalg.norm(
+            _anywhere(gamma, CENTER + 10)
+        ) * (1 + 1e-9)
+
+
+def _anywhere(gamma, x):
+    A, b = LOGISTIC
+    pull = np.einsum("i,ij,ijk->k", WEIGHTS, -b / (1 + np.exp(b * (A @ x))) / 6, A)
+    return pull + MU * x + (x - CENTER) / gamma
 
 
 @each_exact
@@ -427,3 +473,20 @@ def test_solvers_that_need_more_than_gradients_say_so():
     for solver in (solvers.local_newton(), solvers.scaffnew(1.0, 0.5)):
         with pytest.raises(ValueError, match=r"oracle\.local, got None"):
             solver(oracle, jnp.ones(2), 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: solvers.gradient_descent(-1.0), "L=-1.0; allowed: positive"),
+        (lambda: solvers.accelerated_gradient_descent(1.0, 0.0), "mu=0.0; allowed: positive"),
+        (lambda: solvers.aicn(-1.0), "scale=-1.0; allowed: positive"),
+        (lambda: solvers.local_newton(0), "steps=0; allowed: a whole number, at least 1"),
+        (lambda: solvers.scaffnew(-1.0, 0.5), "gamma=-1.0; allowed: positive"),
+        (lambda: solvers.scaffnew(1.0, 0.0), "p=0.0; allowed: 0 < p <= 1"),
+        (lambda: quasi_newton.lbfgs(0), "history=0; allowed"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 import os
 import struct
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from commjax import cli, llm
 from commjax.llm import perplexity, texts, tokens
-from commjax.pruning import scores, stream
+from commjax.pruning import regrow, scores, stream
 from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
 
@@ -61,21 +62,50 @@ def test_prune_is_the_functions_behind_it(here, capsys):
     assert [cell.strip() for cell in rows[-1]] == ["", "mean", *(f"{mean:.4f}" for mean in means)]
 
 
-def test_every_option_reaches_the_recipe(here):
-    prune(
-        "--pattern", "2:4", "--regrow", "r2dsnot", "--cycles", "7", "--regrow-mlp", method="stochria", beta=0.5, out="a"
+@pytest.fixture
+def recipe(monkeypatch):
+    """The recipe that the command line makes of its words; nothing is pruned."""
+    found = []
+    monkeypatch.setattr(stream, "prune_folder", lambda *arguments, **more: found.append(arguments[3]) or [])
+    monkeypatch.setattr(cli, "show", lambda layers: None)
+
+    def of(line, **changes):
+        prune(*line.split(), **changes)
+        return found[-1]
+
+    return of
+
+
+def test_every_option_reaches_the_recipe(here, recipe):
+    found = recipe("--pattern 2:4 --regrow r2dsnot --cycles 7 --regrow-mlp", method="stochria", beta=0.5)
+    assert found == Recipe(
+        pattern=(2, 4), score=choose(scores.stoch_ria, beta=0.5), regrow=choose(regrow.r2_dsnot, cycles=7), regrow_layers=("",)
+    )  # fmt: skip
+    found = recipe(
+        "--regrow dsnot --spread 0.05 --outlier-multiple 7 --threshold 0.2 --power 0.5 --same-sign True --p inf"
     )
-    found = stream.read_manifest("a")["recipe"]
-    assert (
-        found["pattern"] == "2:4" and found["sparsity"] is None and found["score"] == {"name": "stoch_ria", "beta": 0.5}
-    )
-    assert found["regrow"] == {"name": "r2_dsnot", "cycles": 7, "threshold": 0.1} and found["regrow_layers"] == [""]
-    prune("--regrow", "dsnot", "--spread", "0.05", "--threshold", "0.2", "--p", "inf", out="b")
-    found = stream.read_manifest("b")["recipe"]
-    assert found["sparsity"] == 0.5 and found["spread"] == 0.05 and found["score"] == {"name": "ria", "p": "inf"}
-    assert found["regrow"] == {"name": "dsnot", "cycles": 50, "threshold": 0.2} and found["regrow_layers"] == [
-        "self_attn."
-    ]
+    wanted = choose(regrow.dsnot, threshold=0.2, power=0.5, same_sign=True)
+    assert found == Recipe(0.5, score=choose(scores.ria, p=math.inf), spread=0.05, outlier_multiple=7.0, regrow=wanted)
+
+
+def test_every_score_of_the_chapter_is_reached(here, recipe):
+    joins = ("relative", "relative_to_sum", "plain", "harmonic", "root")
+    lines = {f"--method ria --join {name}": choose(scores.ria, join=getattr(scores, name)) for name in joins} | {
+        "--method symwanda --join root": choose(scores.symwanda, join=scores.root),
+        "--method symmetric --join root": choose(scores.symmetric, join=scores.root),
+        "--method ria --axes out --alpha 1": choose(scores.ria, alpha=1.0, axes=("out",)),
+        "--method ria --axes in out": choose(scores.ria, axes=("in", "out")),
+        "--method stochria --shared True": choose(scores.stoch_ria, shared=True),
+        "--method owanda": choose(scores.owanda),
+        "--method ri": choose(scores.ri),
+    }
+    for line, score in lines.items():
+        assert recipe(line).score == score
+    line = "--regrow r2dsnot --relative-grow False --relative-prune True --gamma-grow 0.1 --gamma-prune 0.2 --regularizer in"
+    assert recipe(f"{line} --regularizer-p inf --regrow-alpha 1 --literal True").regrow == choose(
+        regrow.r2_dsnot, relative_grow=False, relative_prune=True, gamma_grow=0.1, gamma_prune=0.2, regularizer="in",
+        p=math.inf, alpha=1.0, literal=True,
+    )  # fmt: skip
 
 
 def test_python_m_commjax(here):
@@ -132,6 +162,12 @@ def test_a_llama2c_file_is_a_model(tmp_path, monkeypatch, capsys):
         ({"method": "magnitude", "alpha": 1}, "alpha=1.0 with method magnitude; allowed: no options"),
         ({"method": "wanda", "p": 2}, "p=2.0 with method wanda; allowed: alpha"),
         ({"method": "ria", "p": 0.5}, "p=0.5; allowed: 0, or at least 1 (math.inf included)"),
+        ({"method": "ria", "shared": "True"}, "shared=True with method ria; allowed: alpha, p, axes, join"),
+        ({"method": "wanda", "join": "root"}, "join=root with method wanda; allowed: alpha"),
+        ({"regrow": "dsnot", "gamma-grow": 1}, "gamma_grow=1.0 with regrow dsnot; allowed: cycles, threshold, power, same_sign"),
+        ({"cycles": 3}, "cycles=3 with no regrow; allowed: no options"),
+        ({"outlier-multiple": 3}, "outlier_multiple=3.0 without a spread; allowed: with one (OWL)"),
+        ({"spread": 0.1, "outlier-multiple": 0}, "outlier_multiple=0.0; allowed: finite, above 0"),
         ({"window": 33}, "window=33; allowed: 2 to max_position_embeddings=32"),
         ({"samples": 0}, "text.txt: length=16, count=0; allowed: at least 1 each"),
         ({"tokenizer": "model/tokenizer.bin"}, "tokenizer='model/tokenizer.bin'; allowed: with a .bin model only"),
@@ -161,16 +197,17 @@ def test_a_method_that_is_not_there_is_refused_by_the_parser(here, capsys):
 @pytest.mark.parametrize("missing", ["tyro", "rich"])
 def test_without_its_extra_the_command_line_names_it(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit, match=r"needs tyro and rich: pip install 'commjax\[experiments\]'"):
+    with pytest.raises(SystemExit, match=r"needs tyro and rich: pip install 'commjax\[cli\]'"):
         cli.main(["prune"])
 
 
 def test_text_files_of_every_kind(tmp_path):
     wanted = ["Ein Text.", "ünicode\n\nand more"]
-    plain, listed = "".join(wanted), json.dumps(wanted)
-    lines = "\n".join(json.dumps({"text": one, "url": "x"}) for one in wanted) + "\n\n"
+    wanted[0] += "\u2028\x85\x0c\x1e"  # ends of lines for str.splitlines, not for JSON
+    plain, listed = "".join(wanted), json.dumps(wanted, ensure_ascii=False)
+    lines = "\r\n".join(json.dumps({"text": one, "url": "x"}, ensure_ascii=False) for one in wanted) + "\n\n"
     for name, content in {"a.txt": plain, "b": plain, "c.json": listed, "d.jsonl": lines}.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode())
         (tmp_path / f"{name}.xz").write_bytes(lzma.compress(content.encode()))
         for path in (tmp_path / name, tmp_path / f"{name}.xz"):
             assert texts.documents(path) == ([plain] if name in ("a.txt", "b") else wanted)

@@ -149,6 +149,25 @@ def test_an_unfinished_run_of_something_else_is_refused(what, tmp_path, monkeypa
     assert models.files(tmp_path / "out.partial") == before
 
 
+def test_what_a_kill_leaves_beside_a_run_is_removed_and_what_is_not_ours_stays(tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    torn, other = tmp_path / ".out.partial.0123abcd", tmp_path / ".out.partial.mine"
+    for path in (torn, other):
+        path.mkdir()
+        (path / "config.json").write_text("{")
+    with monkeypatch.context() as patch:
+        failing(patch, 1)
+        with pytest.raises(OSError, match="no space left"):
+            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    assert not torn.exists() and other.exists()
+    partial = tmp_path / "out.partial"
+    (partial / ".ipynb_checkpoints").mkdir()
+    (partial / ".manifest.json.0123abcd").write_text("{")
+    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    hidden = [path.name for path in (tmp_path / "out").glob(".*")]
+    assert hidden == [".ipynb_checkpoints"] and not partial.exists() and other.exists()
+
+
 def test_a_foreign_folder_in_the_way_is_refused(tmp_path):
     source = models.folder(tmp_path / "source")
     (tmp_path / "out.partial").mkdir()

@@ -91,6 +91,10 @@ def test_reference_ties_prune_up_to_the_next_score_and_all_its_equals(group, lev
 
 def test_counts_are_floors_that_rounding_does_not_break():
     assert masks.count(100, 0.29) == 29 and int(100 * 0.29) == 28
+    for size in (104_857_600, 10**12):  # where the product itself is rounded below the whole number
+        assert masks.count(size, 0.29) == size * 29 // 100 and masks.count(size, 0.07) == size * 7 // 100
+    assert masks.count(6 * 10**9, 1 / 6) == 10**9 and masks.count(10**9, 0.1 + 0.2) == 3 * 10**8
+    assert masks.count(10**9, 0.2999999) == 299_999_900
     assert masks.count(4096, 0.6) == 2457 and masks.count(7, 0.999) == 6 and masks.count(5, 0.0) == 0
 
 

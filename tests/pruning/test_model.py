@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from commjax import llm
+from commjax.pruning import masks, regrow, scores, statistics
 from commjax.pruning import model as in_memory
 from commjax.pruning import recipe as recipes
-from commjax.pruning import regrow, scores
 from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
 from tests.pruning.models import kernels
@@ -51,15 +51,38 @@ def test_a_block_is_calibrated_dense_behind_pruned_blocks(tmp_path):
     assert min(errors.values()) > 0.05
 
 
-def test_the_error_of_a_long_calibration_comes_from_tokens_spread_over_it(tmp_path):
+def test_the_error_of_a_long_calibration_comes_from_1024_drawn_tokens_whatever_the_batches(tmp_path):
     model, params = llm.load(models.folder(tmp_path / "source", num_hidden_layers=1))
-    windows = models.windows(100, 31)  # 3100 tokens, of which every fourth is looked at
-    h = in_memory.embed(model, params.outer, windows, 50)
-    found = in_memory.calibrate(model, params.blocks[0], h)["mlp.down_proj"]
-    entering = [np.asarray(jax.jit(model.block)(params.blocks[0], one)[1]["mlp.down_proj"]) for one in h]
-    wanted = np.concatenate([x.reshape(-1, x.shape[-1])[::4] for x in entering])
-    np.testing.assert_allclose(found.inputs, wanted, rtol=1e-5, atol=1e-5)
-    assert len(wanted) == 776 and int(found.stats.samples) == 100 and int(found.stats.tokens) == 3100
+    windows = models.windows(100, 31)
+    drawn = in_memory.drawn_tokens(3100)
+    assert len(np.unique(drawn)) == 1024 and np.all(np.diff(drawn) > 0)
+    positions = np.bincount(drawn % 31, minlength=31)
+    assert positions.max() < 55 and positions.min() > 15  # 33 each; a stride of few steps would take some only
+    entering = jax.jit(model.block)(params.blocks[0], model.embed(params.outer, jnp.asarray(windows)))[1]
+    wanted = np.asarray(entering["mlp.down_proj"]).reshape(3100, -1)[drawn]
+    for batch_size in (100, 30, 1):
+        h = in_memory.embed(model, params.outer, windows, batch_size)
+        found = in_memory.calibrate(model, params.blocks[0], h)["mlp.down_proj"]
+        np.testing.assert_allclose(found.inputs, wanted, rtol=1e-5, atol=1e-5)
+        assert int(found.stats.samples) == 100 and int(found.stats.tokens) == 3100
+
+
+def test_norms_of_outputs_are_of_what_the_layer_gives_with_its_bias(tmp_path):
+    model, params = llm.load(models.folder(tmp_path / "source", "opt", num_hidden_layers=1))
+    block = params.blocks[0]
+    bias = jnp.arange(24, dtype=jnp.float32) - 12
+    block = block | {"fc1": block["fc1"] | {"bias": bias}}
+    h = in_memory.embed(model, params.outer, models.windows(), 2)
+    x = np.concatenate([np.asarray(jax.jit(model.block)(block, one)[1]["fc1"], np.float64) for one in h])
+    y = x @ np.asarray(block["fc1"]["kernel"], np.float64) + np.asarray(bias, np.float64)
+    stats = in_memory.calibrate(model, block, h, outputs=True)["fc1"].stats
+    np.testing.assert_allclose(statistics.output_norm(stats), np.sqrt((y**2).sum(axis=(0, 1)) / 4), rtol=1e-5)
+    dense = params._replace(blocks=(block,))
+    pruned, _ = in_memory.prune(model, dense, models.windows(), Recipe(0.5, score=choose(scores.owanda), group="layer"))
+    S = np.abs(np.asarray(block["fc1"]["kernel"], np.float64)) * np.sqrt((y**2).sum(axis=(0, 1)))
+    assert np.array_equal(
+        np.asarray(pruned.blocks[0]["fc1"]["kernel"] == 0), np.sort(S, axis=None)[S.size // 2 - 1] >= S
+    )
 
 
 def test_owl_gives_blocks_with_outliers_more_weights(tmp_path):
@@ -109,18 +132,44 @@ def test_stochastic_scores_follow_the_seed(tmp_path):
 
 def test_all_blocks_share_one_program(tmp_path):
     model, params = llm.load(models.folder(tmp_path / "source", num_hidden_layers=4, vocab_size=63))
-    programs: list[Any] = [in_memory._calibrate, in_memory._advance, in_memory._embed]
+    programs: list[Any] = [in_memory._calibrate, in_memory.advance_once, in_memory.embed_once]
     before = [one._cache_size() for one in programs]
     in_memory.prune(model, params, models.windows(6), Recipe(sparsity=0.5), batch_size=3)
     in_memory.prune(model, params, models.windows(6), Recipe(sparsity=0.2), batch_size=3)
     assert [one._cache_size() for one in programs] == [count + 1 for count in before]
 
 
-def test_owl_is_refused_exactly_where_some_ratios_would_leave_the_range(tmp_path):
-    """One loud block of three: sparsities from s - 2 spread 2/3 to s + 2 spread 2/3."""
+def test_owl_is_refused_up_front_only_where_no_outliers_could_bring_it_into_range(tmp_path):
+    """Three blocks: the mean r of their scaled ratios is in 1/3..2/3, sparsities in s - 2 spread (1 - r)..s + 2 spread r."""
     model, _ = llm.load(models.folder(tmp_path / "source"))
-    for sparsity in (0.14, 0.86):
+    for sparsity in (0.07, 0.93):
         recipes.check(WANDA._replace(sparsity=sparsity, spread=0.1), model)
-    for sparsity in (0.13, 0.87):
-        with pytest.raises(ValueError, match=r"spread=0\.1 with sparsity"):
+    for sparsity in (0.06, 0.94):
+        with pytest.raises(ValueError, match=rf"spread=0\.1 with sparsity={sparsity} on 3 blocks"):
             recipes.check(WANDA._replace(sparsity=sparsity, spread=0.1), model)
+    deep = model._replace(config=model.config._replace(num_hidden_layers=32))
+    for sparsity in (0.85, 0.9):
+        recipes.check(WANDA._replace(sparsity=sparsity, spread=0.08), deep)
+    one = model._replace(config=model.config._replace(num_hidden_layers=1))
+    recipes.check(WANDA._replace(sparsity=0.99, spread=0.4), one)  # one block has the mean
+    with pytest.raises(ValueError, match=r"spread=-0\.1; allowed: finite, at least 0"):
+        recipes.check(WANDA._replace(spread=-0.1), model)
+
+
+def test_owl_at_nine_tenths_prunes_where_the_outliers_allow_it_and_counts_them_by_the_multiple(tmp_path, monkeypatch):
+    """One quiet block of three: the two others keep more, and 0.9 + 2 spread / 3 fits."""
+    model, params = llm.load(models.folder(tmp_path / "source"))
+    asked = []
+
+    def ratio(matrices, multiple):
+        asked.append(multiple)
+        return [0.1, 0.1, 0.0][(len(asked) - 1) % 3]
+
+    monkeypatch.setattr(masks, "outlier_ratio", ratio)
+    recipe = WANDA._replace(sparsity=0.9, spread=0.06, group="layer", outlier_multiple=3.0)
+    _, layers = in_memory.prune(model, params, models.windows(), recipe)
+    each = [np.mean([one.sparsity for one in layers if one.block == i]) for i in range(3)]
+    np.testing.assert_allclose(each, [0.86, 0.86, 0.98], atol=0.004)
+    assert asked == [3.0] * 3
+    with pytest.raises(ValueError, match=r"gives sparsities from 0\.87 to 1\.05"):  # a loud block of three would do
+        in_memory.prune(model, params, models.windows(), recipe._replace(spread=0.09, sparsity=0.93))

@@ -26,7 +26,7 @@ def oracle(mask, M, G, P, *, m=None, cycles=50, threshold=0.1, same_sign=False):
         for _ in range(cycles):
             s = 1 if error > 0 else -1
             gain = np.where(can_grow, s * G[:, k], 0)
-            g = int(np.argmax(gain))
+            g = int(np.flatnonzero(gain == gain.max())[-1 if s > 0 else 0])  # the released list is read from its ends
             if not abs(error) > threshold or not gain[g] > 0:
                 break
             can_grow[g] = False
@@ -65,6 +65,27 @@ def released(pruned, M, G, wanda, cycles=50, threshold=0.1, same_sign=False):
         active &= abs(error) > threshold
         if same_sign:
             active &= np.sign(after) == first
+        pruned[rows[active], p[active]], pruned[rows[active], g[active]] = True, False
+        error = np.where(active, after, error)
+    return pruned
+
+
+def released_n_m(pruned, M, G, scores, m, cycles=50, threshold=0.1):
+    """The released N:M code, on [out, in]: the same grow pointers; the least score of the group, which is then spent."""
+    pruned, rows, inputs = pruned.copy(), np.arange(len(M)), M.shape[1]
+    grow_list = np.argsort(np.where(pruned, G, 0), axis=1, kind="stable")
+    left = np.where(pruned, np.inf, scores)
+    error = np.where(pruned, M, 0).sum(1)
+    first, active = np.sign(error), np.ones(len(M), bool)
+    low, high = np.zeros(len(M), int), np.full(len(M), inputs - 1)
+    for _ in range(cycles):
+        g = grow_list[rows, np.where(error > 0, high, low)]
+        high, low = high - (error > 0), low + (error <= 0)
+        members = (g // m * m)[:, None] + np.arange(m)
+        p = members[rows, np.argmin(left[rows[:, None], members], axis=1)]
+        after = error + M[rows, p] - M[rows, g]
+        active &= (np.sign(after) == first) & (abs(error) > threshold)
+        left[rows, p] = np.inf
         pruned[rows[active], p[active]], pruned[rows[active], g[active]] = True, False
         error = np.where(active, after, error)
     return pruned
@@ -117,6 +138,18 @@ def test_dsnot_is_the_released_loop_bit_for_bit_where_that_does_not_overrun(same
     M, G, P = (np.asarray(a).T for a in inputs_of(W, stats))
     expected = ~released(~np.asarray(mask).T, M, G, P, same_sign=same_sign).T
     check(W, mask, regrow.dsnot(W, mask, stats, same_sign=same_sign), expected)
+
+
+@pytest.mark.parametrize("pattern", [(2, 4), (3, 4), (4, 8)])
+def test_with_a_pattern_dsnot_is_the_released_loop_bit_for_bit(pattern):
+    """A group keeps at least as many as it lost, so that the released code never runs out of them."""
+    W, stats = layer(512, 32, 21)
+    S = np.asarray(scores.ria(alpha=0.5)(W, stats))
+    mask = masks.n_m(jnp.array(S), *pattern)
+    M, G, _ = (np.asarray(a).T for a in inputs_of(W, stats))
+    expected = ~released_n_m(~np.asarray(mask).T, M, G, S.T, pattern[1]).T
+    assert np.any(expected != mask)
+    check(W, mask, regrow.dsnot(W, mask, stats, pattern=pattern, prune=jnp.array(S)), expected)
 
 
 def test_the_sign_rule_is_off_by_default_but_on_for_patterns_as_released():
@@ -205,15 +238,35 @@ def test_nothing_to_grow_or_nothing_to_prune_changes_nothing(full):
         assert np.array_equal(new, mask) and np.array_equal(pruned, W if full else jnp.zeros_like(W))
 
 
-def test_equal_candidates_are_taken_in_the_order_of_inputs():
-    W, stats = (
-        jnp.array([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]),
-        statistics.of(jnp.array([[1.0] * 6, [3.0] * 6])),
-    )
-    mask = jnp.array([[False], [False], [False], [True], [True], [True]])
-    one, two = (regrow.dsnot(W, mask, stats, cycles=c, threshold=0.0)[1][:, 0].tolist() for c in (1, 2))
-    assert one == [True, False, False, False, True, True]  # the error goes from 12 to 4,
-    assert two == [True, True, False, False, False, True]  # then to -4
+def test_equal_candidates_are_taken_as_the_released_lists_give_them():
+    """Grown: from the end for a positive error, from the start for a negative one.  Pruned: always the first."""
+    x = statistics.of(jnp.array([[1.0] * 6, [3.0] * 6]))
+    W, mask = jnp.array([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]), jnp.array([[False]] * 3 + [[True]] * 3)
+
+    def after(cycles, W, mask):
+        return regrow.dsnot(W, mask, x, cycles=cycles, threshold=0.0)[1][:, 0].tolist()
+
+    assert after(1, W, mask) == [False, False, True, False, True, True]  # the error goes from 12 to 4,
+    assert after(2, W, mask) == [False, True, True, False, False, True]  # then to -4
+    assert after(1, -W, mask) == [True, False, False, False, True, True]
+    assert after(2, -W, mask) == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_equal_candidates_of_a_long_output_are_those_of_the_released_loop(sign):
+    """Many chunks of equals, and constant channels, whose grow score is infinite."""
+    rng = np.random.default_rng(0)
+    W = jnp.array(sign * rng.choice([-2.0, -1.0, 1.0, 2.0], (256, 8)))
+    x = np.tile([[1.0], [3.0]], (1, 256))
+    x[:, [20, 21, 100, 200]] = 2.0
+    stats = statistics.of(jnp.array(x))
+    mask = jnp.array(rng.permuted(np.repeat([False, True], 128)[:, None] & np.ones((1, 8), bool), axis=0))
+    with np.errstate(divide="ignore"):
+        M, G, P = (np.asarray(a).T for a in inputs_of(W, stats))
+    assert np.isinf(G).sum() == 32
+    for cycles in (1, 2, 5, 12):
+        expected = ~released(~np.asarray(mask).T, M, G, P, cycles=cycles).T
+        check(W, mask, regrow.dsnot(W, mask, stats, cycles=cycles), expected)
 
 
 def test_half_precision_weights_come_back_as_they_were():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import commjax
 from commjax import llm
 from commjax.llm import checkpoints
+from commjax.pruning import masks, regrow, scores, stream
 from commjax.pruning import model as in_memory
-from commjax.pruning import regrow, scores, stream
 from commjax.pruning.recipe import Recipe, choose, describe
 from tests.llm.test_checkpoints import same
 from tests.pruning import models
@@ -56,7 +57,15 @@ def test_the_manifest_says_what_was_done(tmp_path):
     recipe = Recipe(sparsity=0.25, score=choose(scores.ria, alpha=1.0, p=2.0, join=scores.harmonic), seed=5)
     layers = stream.prune_folder(source, tmp_path / "out", models.windows(), recipe, progress=False)
     manifest = stream.read_manifest(tmp_path / "out")
-    assert manifest["recipe"]["score"] == {"name": "ria", "alpha": 1.0, "p": 2.0, "join": "harmonic"}
+    assert manifest["recipe"]["score"] == {
+        "name": "ria",
+        "alpha": 1.0,
+        "p": 2.0,
+        "axes": ["in", "out"],
+        "join": "harmonic",
+        "sampling": None,
+    }
+    assert manifest["commjax"] == commjax.__version__
     assert manifest["recipe"] == describe(recipe) | {"regrow_layers": ["self_attn."]} and manifest["sparsities"] == [0.25] * 3  # fmt: skip
     assert manifest["recipe"]["seed"] == 5 and manifest["recipe"]["group"] == "output"
     assert manifest["calibration"]["windows"] == [4, 12] and len(manifest["calibration"]["digest"]) == 16
@@ -66,6 +75,56 @@ def test_the_manifest_says_what_was_done(tmp_path):
     index = json.loads((tmp_path / "out" / checkpoints.INDEX).read_text())
     stored = [one for path in (tmp_path / "out").glob("*.safetensors") for one in load_file(path).values()]
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in stored) and len(stored) == len(index["weight_map"])  # fmt: skip
+
+
+def test_a_default_is_part_of_the_recipe_and_a_lambda_is_not():
+    given = Recipe(0.5, score=choose(scores.ria, alpha=0.5), regrow=choose(regrow.dsnot, cycles=50))
+    left = Recipe(0.5, score=choose(scores.ria), regrow=choose(regrow.dsnot))
+    assert describe(given) == describe(left) and describe(left)["regrow"]["threshold"] == 0.1
+    assert "pattern" not in describe(left)["regrow"]  # the recipe has it
+    assert describe(Recipe(0.5, score=choose(own_score, beta=2)))["score"]["name"].endswith("test_stream.own_score")
+    assert describe(Recipe(0.5, score=choose(own_score, beta=2)))["score"]["beta"] == 2
+    for choice in (choose(lambda: scores.ria()), choose(scores.ria, join=lambda w, u, v: w)):
+        with pytest.raises(ValueError, match="has no name for the manifest; allowed: functions made by def"):
+            describe(Recipe(0.5, score=choice))
+    with pytest.raises(ValueError, match=r"ria with options \['gamma'\]: got an unexpected keyword argument 'gamma'"):
+        describe(Recipe(0.5, score=choose(scores.ria, gamma=1)))
+
+
+def own_score(**options):
+    return scores.wanda()
+
+
+def test_a_default_that_changed_since_a_run_was_killed_is_refused(tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_run", lambda *arguments: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "__version__", "9.9")
+        with pytest.raises(ValueError, match=rf"commjax is {commjax.__version__} there, 9.9 here"):
+            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+
+    def wanda(alpha=0.9):
+        return scores.wanda(alpha)
+
+    wanda.__qualname__, wanda.__module__ = "wanda", "commjax.pruning.scores"
+    with pytest.raises(ValueError, match=r"recipe is .*'alpha': 1\.0.* there, .*'alpha': 0\.9.* here"):
+        stream.prune_folder(
+            source, tmp_path / "out", models.windows(), WANDA._replace(score=choose(wanda)), progress=False
+        )
+
+
+def test_owl_that_leaves_the_range_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    monkeypatch.setattr(masks, "outlier_ratio", lambda matrices, multiple: float(len(seen.append(0) or seen) == 1))
+    seen = []
+    with pytest.raises(ValueError, match=r"spread=0\.1 with sparsity=0\.1 gives sparsities from -0\.0333"):
+        stream.prune_folder(
+            source, tmp_path / "out", models.windows(), WANDA._replace(sparsity=0.1, spread=0.1), progress=False
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["source"] and len(seen) == 3
 
 
 def test_arrays_in_a_recipe_are_known_by_their_digest():
@@ -160,8 +219,9 @@ def test_a_bad_source_is_refused_before_any_work(name, tmp_path):
         (Recipe(pattern=(2, 16)), "mlp.down_proj: m=16; allowed: a divisor of the 24 inputs"),
         (Recipe(pattern=(2, 4), group="layer"), "pattern=.* with group='layer'"),
         (Recipe(pattern=(2, 4), spread=0.1), "pattern=.* spread=0.1"),
-        (Recipe(sparsity=0.1, spread=0.1), "spread=0.1 with sparsity=0.1"),
-        (Recipe(sparsity=0.9, spread=0.1), "spread=0.1 with sparsity=0.9"),
+        (Recipe(sparsity=0.05, spread=0.1), "spread=0.1 with sparsity=0.05 on 3 blocks"),
+        (Recipe(sparsity=0.95, spread=0.1), "spread=0.1 with sparsity=0.95 on 3 blocks"),
+        (Recipe(sparsity=0.5, spread=0.1, outlier_multiple=math.inf), "outlier_multiple=inf; allowed: finite, above 0"),
         (Recipe(sparsity=0.5, score=choose(scores.ria, p=0.5)), "p=0.5"),
         (Recipe(sparsity=0.5, score=choose(scores.general, X=jnp.ones((2, 7)), Y=jnp.ones((7, 2)))), "self_attn.q_proj: .*16"),
         (Recipe(sparsity=0.5, regrow=choose(regrow.dsnot, cycles=0)), "self_attn.q_proj: cycles=0"),

@@ -108,6 +108,14 @@ def test_questions_of_every_file(task, tmp_path):
     assert zeroshot.read(tmp_path / "q.jsonl.xz", task, limit=2) == [wanted] * 2
 
 
+def test_a_line_ends_at_a_line_feed_only(tmp_path):
+    line = {"question": "One\u2028two\x85three", "choices": ["a", "b"], "label": 0}
+    (tmp_path / "q.jsonl").write_bytes((json.dumps(line, ensure_ascii=False) + "\r\n\n").encode() * 2)
+    found = zeroshot.read(tmp_path / "q.jsonl", zeroshot.openbookqa)
+    assert [one.contexts[0] for one in found] == ["One\u2028two\x85three"] * 2
+    assert len(zeroshot.read(tmp_path / "q.jsonl", zeroshot.openbookqa, limit=1)) == 1
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

@@ -1,0 +1,168 @@
+"""FedCR: a shared stochastic feature extractor, heads of one's own, and features that are pulled to what all clients know of a class."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from commjax import clients, local, tree
+from commjax.base import Algorithm, Message, Params, State
+from commjax.local import Sample
+
+LEAST = 1e-8  # of a standard deviation under a logarithm
+
+
+class HParams(NamedTuple):
+    """stepsize: of the local steps; beta: weight of the divergence; mix: of the new global distributions beside the old (1: new only)."""
+
+    stepsize: Any
+    beta: Any
+    mix: Any = 1.0
+
+
+class Normal(NamedTuple):
+    """Independent normal variables; `scale` is the standard deviation."""
+
+    mean: Float[Array, "*rows z"]
+    scale: Float[Array, "*rows z"]
+
+
+class Server(NamedTuple):
+    round: Int[Array, ""]
+    params: Params  # {"body": shared, "head": the start of every client's}
+    classes: Normal  # [classes, z]: r(z | y), what the clients together know of a class
+
+
+class Client(NamedTuple):
+    id: Int[Array, "*n"]
+    head: PyTree
+
+
+class Network(NamedTuple):
+    """`body(params, inputs) -> Normal` [b, z], `head(params, features) -> scores` [b, classes]; `z` features."""
+
+    body: Callable[[Params, Any], Normal]
+    head: Callable[[Params, Array], Array]
+    classes: int
+    z: int
+
+
+def gaussian(outputs: Float[Array, "b zz"]) -> Normal:
+    """The first half of a network's outputs as means, softplus of the others as standard deviations."""
+    mean, raw = jnp.split(outputs, 2, axis=-1)
+    return Normal(mean, jax.nn.softplus(raw))
+
+
+def divergence(q: Normal, p: Normal) -> Float[Array, "*rows"]:
+    """KL(q || p), summed over features.
+
+    >>> divergence(Normal(jnp.zeros(2), jnp.ones(2)), Normal(jnp.ones(2), jnp.ones(2))).item()
+    1.0
+    """
+    logs = jnp.log(jnp.maximum(p.scale, LEAST)) - jnp.log(jnp.maximum(q.scale, LEAST))
+    return jnp.sum(logs + (q.scale**2 + (q.mean - p.mean) ** 2) / (2 * p.scale**2) - 0.5, axis=-1)
+
+
+class _Experts(NamedTuple):
+    """A product of normal densities is normal: precisions add up, and so do precisions times means."""
+
+    precision: Float[Array, "classes z"]
+    weighted: Float[Array, "classes z"]
+
+
+def _experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: int) -> _Experts:
+    """Of each class, the product over the client's rows of it"""
+    belongs = (targets[None] == jnp.arange(classes, dtype=targets.dtype)[:, None]) & real[None]
+    precision = 1 / features.scale**2
+    chosen = belongs.astype(precision.dtype)
+    return _Experts(chosen @ precision, chosen @ (precision * features.mean))
+
+
+def _product(experts: _Experts) -> Normal:
+    """With a standard normal as one more expert"""
+    precision = 1 + experts.precision
+    return Normal(experts.weighted / precision, 1 / jnp.sqrt(precision))
+
+
+def fedcr(
+    network: Network,
+    sample: Sample = local.all_rows,
+    *,
+    steps: int,
+    cohort: int | None = None,
+    over: Callable = jax.vmap,
+) -> Algorithm:
+    r"""FedCR (Zhang et al., ICML 2023).  Features are drawn, z ~ N(mu_W(x), sigma_W(x)^2); each client has a head of its own.
+
+        `steps` times, on rows (x, y):   (W_i, head_i) <- SGD step on  CE(head_i(z), y) + beta KL(r(. | y) || N(mu_W(x), sigma_W(x)^2))
+        r_i(. | y)  ~  prod over the client's rows (x, y) of N(mu_W(x), sigma_W(x)^2)
+        W  <- mean_i W_i,      r(. | y)  ~  N(0, 1) prod_i r_i(. | y)      over the clients that have the class
+
+    The divergence stands for the difference between the clients' and the global conditional mutual information I(x; z | y).  One draw
+    of z a step.  Sent up: the body, and mean and deviation of every class; down: the same.  Heads never travel.
+
+    `init(params, ids)` with params {"body", "head"}; data as `data.stacked.Examples`.
+
+    Thesis: comparator of Fig. L1810.  Differs: r_i is the product over all rows of the client with its final body, where the released
+    code takes it batch by batch during the last epoch.
+    """
+    clients.check_cohort(cohort)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+
+    def init(params: Params, ids: Int[Array, "n"]) -> State:
+        if set(params) != {"body", "head"}:
+            raise ValueError(f"params has {sorted(params)}; allowed: 'body' and 'head'")
+        dtype = jax.tree.leaves(params)[0].dtype
+        blank = Normal(jnp.zeros((network.classes, network.z), dtype), jnp.ones((network.classes, network.z), dtype))
+        heads = tree.repeat(params["head"], len(ids))
+        return State(Server(jnp.zeros((), jnp.int32), params, blank), Client(ids, heads))
+
+    def loss(model, classes, beta, key, rows):
+        features = network.body(model["body"], rows.inputs)
+        noise = jax.random.normal(key, features.mean.shape, features.mean.dtype)
+        scores = network.head(model["head"], features.mean + features.scale * noise)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(scores, rows.targets)
+        known = jax.tree.map(lambda leaf: leaf[rows.targets], classes)
+        each = entropy + jnp.asarray(beta).astype(entropy.dtype) * divergence(known, features)
+        return jnp.sum(rows.weights.astype(each.dtype) * each)
+
+    def client_step(round, hparams, server, client, data):
+        def one(model, number):
+            key, key_noise = jax.random.split(jax.random.fold_in(round.own_key, number))
+            value, grad = jax.value_and_grad(loss)(model, server.classes, hparams.beta, key_noise, sample(key, data))
+            return tree.add_scaled(model, -hparams.stepsize, grad), value
+
+        start = {"body": server.params["body"], "head": client.head}
+        model, losses = jax.lax.scan(one, start, jnp.arange(steps))
+        features = network.body(model["body"], data.inputs)
+        experts = _experts(features, data.targets, data.weights > 0, network.classes)
+        members = round.n if cohort is None else cohort
+        message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)  # a sum, by the mean
+        price = clients.bits_of((message[0], server.classes))
+        return Client(client.id, model["head"]), Message(message, price), losses[0]
+
+    def server_step(hparams, server, received):
+        update, experts = received
+        new, mix = _product(experts), hparams.mix
+        held = experts.precision > 0
+
+        def mixed(old, new):
+            mixture = tree.add_scaled(tree.scale(1 - mix, old), mix, new)
+            return jnp.where(held, mixture, old)
+
+        params = {**server.params, "body": tree.add(server.params["body"], update)}
+        return Server(server.round + 1, params, jax.tree.map(mixed, server.classes, new))
+
+    def bits_down(server):
+        return clients.dense_bits((server.params["body"], server.classes))
+
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+
+
+def deployed(server: Any, client: Any) -> Params:
+    """What a client deploys: the shared body and its own head, applied to the mean features."""
+    return {"body": server.params["body"], "head": client.head}

@@ -1,0 +1,86 @@
+"""LocalGD on a sampled cohort: the rival of SPPM-AS."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Float
+
+from commjax import clients
+from commjax.algorithms.sppm_as import Server, check, flat_metrics, init, refused
+from commjax.base import Algorithm, State
+from commjax.cohorts import Sampling
+from commjax.prox import cohort
+from commjax.prox.solvers import BROKE_DOWN, CONVERGED
+
+
+class HParams(NamedTuple):
+    """stepsize: of local gradient steps; steps: how many (may be traced, so a grid is one program)."""
+
+    stepsize: Any
+    steps: Any
+
+
+def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
+    """LocalGD (FedAvg) on a sampled cohort: each member takes `steps` gradient steps, the mean is the new x; steps = 1 is MB-GD.
+
+    Thesis: LocalGD, MB-GD and MB-LocalGD (L2258, L2304).  One round costs one aggregation.  Weights 1/|S| (P3).
+    """
+
+    def step(key, hparams, state, batch, *, axis_name=None):
+        check(stepsize=hparams.stepsize, steps=hparams.steps)
+        server = state.server
+        draw, n = cohort.draw_of(key, sampling, state, axis_name)
+        draw = draw._replace(weights=cohort.shares(draw))
+        members = cohort.gather(draw, state.clients.id, batch, axis_name)
+        x, unravel = ravel_pytree(clients.broadcast(server.params, axis_name))
+
+        def train(data):
+            def one(number, x):
+                return x - jnp.asarray(hparams.stepsize, x.dtype) * ravel_pytree(value_and_grad(unravel(x), data)[1])[0]
+
+            return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
+
+        found = jax.vmap(train)(members.data)
+        mean, loss = cohort.add_up(found, members, members.weights.astype(x.dtype), axis_name)
+        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps)
+        code = jnp.where(bad, BROKE_DOWN, CONVERGED)
+        metrics = flat_metrics(loss, cohort.price(draw, n, server.params), 1, hparams.steps, code=code)
+        before, restore = ravel_pytree(server.params)
+        return State(Server(server.round + 1, restore(jnp.where(bad, before, mean))), state.clients), metrics
+
+    return Algorithm(init, step)
+
+
+def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:
+    """The largest stepsizes that theory allows: of MB-GD (steps = 1) and MB-LocalGD.
+
+        MB-GD:       1 / (2 L_AS),   L_AS = max_i E [sum_{j in S} L_j / (n p_j) | i in S]      (`Sampling.smoothness`)
+        LocalGD:     min(1 / (2 L_AS), 1 / (4 L), 1 / (8 L (steps - 1))),   L = max_i L_i
+
+    L_AS is a constant of expected smoothness, E |grad f_S(x) - grad f_S(x*)|^2 <= 2 L_AS (f(x) - f(x*)): Gower et al. (2019),
+    Thm 3.1; nice sampling gives their n (tau - 1) / (tau (n - 1)) mean L_i + (n - tau) / (tau (n - 1)) max L_i.  The bounds with
+    local steps are those of Khaled, Mishchenko and Richtarik (2020) for clients with different data.
+
+    Thesis: the "optimal" rates of L2286 and L2294.
+    Holds if: f_i convex and L_i-smooth, f strongly convex for MB-GD; clients are averaged alike, which is unbiased if each has the
+    same share.  LocalGD's theorem has all clients in every round; that 1 / (2 L_AS) suffices with cohorts is a rule of thumb.
+
+    >>> from commjax import cohorts
+    >>> theoretical(cohorts.nice(2, 1), np.array([1.0, 2.0])), theoretical(cohorts.full(2), np.array([1.0, 2.0]), steps=5)
+    (HParams(stepsize=0.25, steps=1), HParams(stepsize=0.015625, steps=5))
+    """
+    check(steps=steps)
+    if not np.allclose(sampling.shares, 1 / sampling.n):
+        raise ValueError(
+            f"sampling={sampling.name} gives clients unequal shares of a mean over the cohort, from {sampling.shares.min():.3g} to "
+            f"{sampling.shares.max():.3g}; allowed: 1/n for each (clusters of equal size)"
+        )
+    stepsize = 1 / (2 * sampling.smoothness(L_i))
+    if steps > 1:
+        L = float(np.max(L_i))
+        stepsize = min(stepsize, 1 / (4 * L), 1 / (8 * L * (steps - 1)))
+    return HParams(stepsize, steps)

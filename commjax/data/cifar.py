@@ -1,0 +1,86 @@
+"""CIFAR-10 from NumPy files: pixels, or JPEG images."""
+
+import io
+import itertools
+import lzma
+import os
+from pathlib import Path
+
+import numpy as np
+
+from commjax.data.images import Images, data_folder
+
+
+def read(path: str | os.PathLike) -> np.ndarray:
+    """The array in a .npy file, plain or packed as .npy.xz; nothing is unpickled.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(Path(folder, "y.npy"), np.arange(3))
+    ...     read(Path(folder, "y.npy"))
+    array([0, 1, 2])
+    """
+    with lzma.open(path) if str(path).endswith(".xz") else open(path, "rb") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)  # pyright: ignore[reportArgumentType]
+
+
+def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    found = [sorted(folder.glob(f"*{part}*_{axis}.npy*")) for axis in "xy"]
+    for axis, files in zip("xy", found):
+        if len(files) != 1:
+            names = [file.name for file in files]
+            raise FileNotFoundError(
+                f"{folder} has {names} for *{part}*_{axis}.npy or .npy.xz; allowed: exactly one file"
+            )
+    return _checked(folder, part, *(read(files[0]) for files in found))
+
+
+def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):
+        raise ValueError(f"{folder}, {part}: images {images.dtype}{list(images.shape)}; allowed: uint8[N, 32, 32, 3]")
+    if labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
+        raise ValueError(f"{folder}, {part}: labels of shape {list(labels.shape)}; allowed: one of 0..9 for each image")
+    return images.astype(np.float32) / np.float32(255), labels.astype(np.int32)
+
+
+def _decoder():
+    """Pillow's, or None (matplotlib brings it)"""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    return Image.open
+
+
+def read_jpeg(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of a .npz with arrays header, body, offsets, labels: image i is header + body[offsets[i]:offsets[i + 1]]."""
+    decode = _decoder()
+    if decode is None:
+        raise ImportError(f"{path} has JPEG images, which need Pillow: pip install pillow")
+    with np.load(path, allow_pickle=False) as file:
+        header, body, ends = file["header"].tobytes(), file["body"].tobytes(), file["offsets"].astype(int).tolist()
+        labels = file["labels"].reshape(-1)
+    if len(ends) != len(labels) + 1:
+        raise ValueError(f"{path}: {len(ends)} offsets for {len(labels)} labels; allowed: one more")
+    pictures = [header + body[start:end] for start, end in itertools.pairwise(ends)]
+    return np.stack([np.asarray(decode(io.BytesIO(one)).convert("RGB")) for one in pictures]), labels
+
+
+def load(folder: str | os.PathLike | None = None, *, jpeg: bool | None = None) -> Images:
+    """What ``folder/cifar10/`` has of CIFAR-10 (default: the environment variable ``COMMJAX_DATA``).
+
+    There it looks for *train*_jpeg.npz and *test*_jpeg.npz (see `read_jpeg`; all images, not quite lossless), if Pillow is there;
+    or else for one pair of files *train*_x.npy and *train*_y.npy, and one *test*_x.npy and *test*_y.npy, each perhaps packed as
+    .npy.xz: images [N, 32, 32, 3] of bytes, and labels.  ``jpeg`` says which.
+    """
+    place = data_folder("cifar10", folder)
+    packed = [sorted(place.glob(f"*{part}*_jpeg.npz")) for part in ("train", "test")]
+    if jpeg is None:
+        jpeg = all(packed) and _decoder() is not None
+    if not jpeg:
+        return Images(*_part(place, "train"), *_part(place, "test"))
+    for part, files in zip(("train", "test"), packed):
+        if len(files) != 1:
+            names = [file.name for file in files]
+            raise FileNotFoundError(f"{place} has {names} for *{part}*_jpeg.npz; allowed: exactly one file")
+    return Images(*(array for (path,) in packed for array in _checked(place, path.name, *read_jpeg(path))))

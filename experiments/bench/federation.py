@@ -1,0 +1,69 @@
+"""A round of a large federation: 100 of n clients, their rows on the host.
+
+    python -m experiments.bench.federation                   about 20 seconds on 2 cores
+
+EF-BV with comp-(10, d/2), d = 1000, float32, 4 rows of data a client, for n = 1,000, 10,000 and 100,000, in turn; the best time of several
+blocks counts.  Goal: under 30 ms a round at n = 100,000, and no growth with n.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from commjax import compressors, federation
+from commjax.algorithms import ef_bv
+from experiments.bench.ef_bv import best
+
+
+@dataclass(frozen=True)
+class Settings:
+    clients: tuple[int, ...] = (1_000, 10_000, 100_000)
+    cohort: int = 100
+    d: int = 1000  # dimension
+    rows: int = 4  # of data a client
+    rounds: int = 20  # in one timed block
+    repeats: int = 4  # timed blocks; the best counts
+
+
+def least_squares(x, data):
+    features, targets = data
+    error = features @ x - targets
+    return error @ error / len(targets), 2 / len(targets) * features.T @ error
+
+
+def main(settings: Settings) -> dict[str, float]:
+    algorithm = ef_bv.ef_bv(least_squares, compressors.comp(10, settings.d // 2))
+    hparams = ef_bv.HParams(1e-3, 1e-3, 1.0)
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((256, settings.rows, settings.d)).astype(np.float32)
+
+    def side(n: int):
+        many = [federation.start(algorithm, jnp.zeros(settings.d), n)]
+
+        def fetch(ids):
+            features = pool[ids % len(pool)]  # as a store on disk would answer
+            return features, features[..., 0]
+
+        def rounds():
+            many[0], metrics = federation.run(
+                jax.random.key(0), algorithm, hparams, many[0], fetch, settings.rounds, settings.cohort
+            )
+            return metrics
+
+        return rounds, settings.rounds
+
+    sides: dict[str, tuple[Callable[[], object], int]] = {f"n = {n}": side(n) for n in settings.clients}
+    seconds = best(sides, settings.repeats)
+    print(f"{os.cpu_count()} cores, jax {jax.__version__}, cohort {settings.cohort}, d = {settings.d}, float32")
+    for name, value in seconds.items():
+        print(f"  {name:12} {value * 1e3:8.2f} ms a round   goal: under 30")
+    return seconds
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

@@ -1,0 +1,111 @@
+"""A round of FedP3 against FedAvg's: the table's CNN, 10 clients, the same local steps and rows.
+
+    python -m experiments.bench.fedp3
+
+Prints FedP3 / FedAvg (all layers trained, so that only what FedP3 adds is measured; and OPU3 with masks) and LowerB / FedAvg (layers that
+are not trained are not differentiated).  All run in turn, round by round, on the same machine; the first round, which compiles, is
+not counted.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from commjax import clients, local, plans
+from commjax.algorithms import fedavg, fedp3, submodels
+from commjax.data.stacked import Examples
+from commjax.problems import layered, networks
+
+
+@dataclass(frozen=True)
+class Settings:
+    clients: int = 10  # all of them take part
+    steps: int = 10  # local
+    batch: int = 48  # rows of a step
+    rounds: int = 5  # counted
+    width: int = 64  # channels; 64 and 1024 are the table's
+    hidden: int = 1024
+    image: tuple[int, int, int] = (32, 32, 3)
+    keep: float = 0.9  # of the layers that a client does not train
+
+
+def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
+    """For each method a function that takes a round."""
+    rng = np.random.default_rng(0)
+    n, rows = settings.clients, 2 * settings.batch
+    data = Examples(
+        jnp.asarray(rng.random((n, rows, *settings.image), np.float32)), jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
+        jnp.full((n, rows), 1 / rows, jnp.float32),
+    )  # fmt: skip
+    problem = networks.classification(layered.LayeredCnn(width=settings.width, hidden=settings.hidden, patches=True))
+    params = problem.init(jax.random.key(0), data.inputs[0, :1])
+    names, sample = layered.layers(params), local.minibatch(settings.batch)
+    one_each = [[name, "ffc"] for name in names.names[:-1]]
+    lower = plans.plan(names, [one_each[i % len(one_each)] for i in range(n)], settings.keep)
+    made = {
+        "FedAvg": fedavg.fedavg(
+            jax.value_and_grad(problem.loss), sample, steps=settings.steps, over=clients.one_by_one
+        ),
+        "FedP3, all layers": fedp3.fedp3(problem.loss, plans.everything(names, n), sample, steps=settings.steps),
+        "FedP3, OPU3": fedp3.fedp3(
+            problem.loss, plans.opu(names, n, 3, keep=settings.keep), sample, steps=settings.steps
+        ),
+        "FedP3, OPU3, trained and discarded": fedp3.fedp3(
+            problem.loss, plans.opu(names, n, 3, keep=settings.keep), sample, steps=settings.steps, others="masked"
+        ),
+        "FedP3, OPU3, random masks": fedp3.fedp3(
+            problem.loss,
+            plans.opu(names, n, 3, keep=settings.keep),
+            sample,
+            steps=settings.steps,
+            pruning=submodels.random(),
+        ),
+        "LowerB": fedp3.fedp3(problem.loss, lower, sample, steps=settings.steps),
+    }
+
+    def taker(algorithm) -> Callable[[], Any]:
+        step = partial(jax.jit(algorithm.step), jax.random.key(1), fedavg.HParams(0.01, 1.0))
+        state = algorithm.init(params, jnp.arange(n))
+        return lambda: step(state, data)
+
+    return {name: taker(algorithm) for name, algorithm in made.items()}
+
+
+def measure(settings: Settings) -> dict[str, np.ndarray]:
+    """[seconds, processor seconds] of every counted round; the methods take turns, so that what else the machine does hits all."""
+    seconds: dict[str, list] = {}
+    takers = rounds_of(settings)
+    for turn in range(settings.rounds + 1):
+        for name, take in takers.items():
+            begin = time.perf_counter(), time.process_time()
+            jax.block_until_ready(take())
+            if turn:
+                seconds.setdefault(name, []).append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    return {name: np.array(pairs) for name, pairs in seconds.items()}
+
+
+def main(settings: Settings) -> dict[str, float]:
+    print(
+        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, CNN {settings.width}/{settings.hidden}, "
+        f"images {'x'.join(map(str, settings.image))}, jax {jax.__version__}"
+    )
+    found = measure(settings)
+    least = {name: pairs.min(axis=0) for name, pairs in found.items()}
+    ratios = {name: float(times[0] / least["FedAvg"][0]) for name, times in least.items()}
+    for name, (seconds, processor) in least.items():
+        print(
+            f"  {name:36} {1e3 * seconds:7.0f} ms a round (least), {ratios[name]:.2f} of FedAvg; "
+            f"processor {1e3 * processor:7.0f} ms, {processor / least['FedAvg'][1]:.2f}"
+        )
+    return ratios
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

@@ -1,0 +1,64 @@
+"""FedCR's network for the settings of `experiments.fedp3`: the body of the same network, its last hidden layer twice as wide."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from commjax.algorithms import fedcr
+from commjax.problems import layered, networks, resnet
+
+
+class Modules(NamedTuple):
+    """`body` gives means and deviations of `z` features."""
+
+    body: Any
+    head: nn.Module
+    z: int
+
+
+def modules(settings: Any) -> Modules:
+    """Up to the last hidden layer as the other methods' network; ResNet-18 has one dense layer more, after pooling."""
+    width, small = settings.width, max(1, settings.width // 8)
+    body, z = {
+        "mlp": lambda: (layered.LayeredMlp(classes=2 * width, widths=(width,) * 3), width),
+        "cnn": lambda: (layered.LayeredCnn(2 * width, small, width, side=32, patches=True, hidden_layers=1), width),
+        "table": lambda: (layered.LayeredCnn(2048, side=32, patches=True, hidden_layers=1), 1024),
+        "resnet": lambda: (resnet.ResNet18(16 * small, small, groups=2), 8 * small),
+    }[settings.model]()
+    return Modules(body, networks.Mlp(10, ()), z)
+
+
+@cache
+def network(made: Modules) -> fedcr.Network:
+    def head(params: Any, z: Any) -> Any:
+        return made.head.apply({"params": params}, z)
+
+    return fedcr.Network(lambda p, x: fedcr.gaussian(made.body.apply({"params": p}, x)), head, 10, made.z)
+
+
+def start(made: Modules, key: Any, images: Any) -> dict[str, Any]:
+    keys = jax.random.split(key)
+    features = jnp.ones((1, made.z), jnp.float32)
+    parts = {"body": (made.body, keys[0], images), "head": (made.head, keys[1], features)}
+    return {name: jax.jit(module.init)(key, x)["params"] for name, (module, key, x) in parts.items()}
+
+
+def deployed(hparams, server, client):
+    return fedcr.deployed(server, client)
+
+
+@cache
+def judge(made: Modules) -> networks.Classification:
+    """The network as its clients use it: the head on the mean features."""
+    both = network(made)
+
+    def sums(params, examples):
+        scores = both.head(params["head"], both.body(params["body"], examples.inputs).mean)
+        real = examples.weights > 0
+        right = real & (jnp.argmax(scores, axis=-1).astype(examples.targets.dtype) == examples.targets)
+        return jnp.sum(right, dtype=jnp.int32), jnp.sum(real, dtype=jnp.int32)
+
+    return networks.Classification(lambda key, x: {}, lambda params, examples: jnp.zeros(()), sums)

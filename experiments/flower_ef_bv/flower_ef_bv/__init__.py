@@ -1,0 +1,1 @@
+"""EF-BV on Flower: see app.py."""

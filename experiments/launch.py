@@ -1,0 +1,147 @@
+"""EF-BV on every host of a job: start this command on each of them.
+
+    python -m experiments.launch --local 2                       2 processes on this machine, 1 minute
+    srun python -m experiments.launch --cluster                  SLURM; also MPI, GKE and TPU slices: JAX finds the others itself
+    python -m experiments.launch --coordinator HOST:PORT --num-processes 2 --process-id 0       by hand, on each host with its own id
+
+Each process stacks and keeps the rows of its own clients only, and computes their L_i (the file they are in is read by all).  With --checkpoint the same command goes on where the job stopped, on as many hosts and
+devices as there are then.  Process 0 prints the table and writes the record.
+Expected (breast_cancer, 100 clients, 2000 rounds): the loss of one process, to the last digit but rounding.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from jax.experimental import multihost_utils
+
+from commjax import compressors, distributed, parallel
+from commjax.algorithms import ef_bv
+from commjax.data import partition, stacked
+from commjax.data.libsvm import Dataset
+from commjax.data.partition import Rows
+from commjax.problems import constants, logistic
+from commjax.problems.constants import Smoothness
+from experiments.ef_bv import load
+
+
+@dataclass(frozen=True)
+class Settings:
+    dataset: str = "breast_cancer"  # embedded; or a LibSVM name
+    clients: int = 100
+    k: int = 1  # comp-(k, d/2)
+    mu: float = 0.1  # of the regularizer
+    rounds: int = 2000
+    chunk: int = 200  # rounds between checkpoints
+    seed: int = 0
+    checkpoint: str = ""  # file to write and to go on from; empty for none
+    out: str = ""  # record's path without suffix; empty for none
+    cluster: bool = False  # ask the cluster who the others are; without it and without a coordinator, be alone
+    coordinator: str = ""  # host:port of process 0
+    num_processes: int = 1
+    process_id: int = 0
+    devices: int = 0  # simulated ones of a process on CPU; 0: as they are
+    timeout: int = 60  # seconds to wait for the others at the start
+    heartbeat: int = 30  # seconds until a silent process is dead and the job stops
+    local: int = 0  # start so many processes here, and wait for them
+    progress: bool = True
+
+
+def join(settings: Settings) -> None:
+    if settings.cluster and settings.coordinator:
+        raise ValueError(f"cluster and coordinator={settings.coordinator!r}: allowed is one of them")
+    jax.config.update("jax_enable_x64", True)
+    if settings.devices:
+        jax.config.update("jax_num_cpu_devices", settings.devices)
+    start = partial(distributed.start, timeout=settings.timeout, heartbeat=settings.heartbeat)
+    if settings.coordinator:
+        start(settings.coordinator, settings.num_processes, settings.process_id)
+    elif settings.cluster:
+        start()
+
+
+def smoothness(dataset: Dataset, own: Rows, n: int, mu: float) -> Smoothness:
+    """Every process has the L_i of its own clients, and tells the others.  L = L_tilde, which is an upper bound: the exact one would
+    need everybody's rows, or a sum that rounds otherwise on another number of processes, and then no checkpoint would fit."""
+    mine = logistic.constants(dataset, own, mu).L_i
+    return constants.smoothness(np.asarray(multihost_utils.process_allgather(mine, tiled=True))[:n], mu=mu)
+
+
+def main(settings: Settings) -> None:
+    join(settings)
+    mesh, n = parallel.client_mesh(), settings.clients
+    dataset = load(settings.dataset)
+    parts = partition.blocks(len(dataset.labels), n, seed=settings.seed)
+    d = dataset.features.shape[1]
+    compressor = compressors.comp(settings.k, max(settings.k, d // 2))
+    mine = [parts[i] for i in distributed.own_ids(n, mesh)]
+    hparams = ef_bv.theoretical(compressor.constants(d, n), smoothness(dataset, mine, n, settings.mu))
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=settings.mu)), compressor)
+
+    longest = max(len(part) for part in parts)  # a process with short parts only pads them as the others do
+    own = stacked.stack(dataset, mine, longest)
+    data = distributed.rows(own, n, mesh)
+    state = distributed.init(algorithm, np.zeros(d), n, mesh)
+    state, record = distributed.loop(
+        jax.random.key(settings.seed), algorithm, hparams, state, data, settings.rounds, mesh, n,
+        chunk=settings.chunk, checkpoint=settings.checkpoint or None, progress=settings.progress,
+    )  # fmt: skip
+    if jax.process_index() == 0:
+        print(f"{n} clients on {jax.device_count()} devices of {jax.process_count()} processes")
+        print(record.table())
+        if settings.out:
+            record.save(settings.out)
+            np.save(f"{settings.out}.params.npy", np.asarray(state.server.params))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def command(settings: Settings) -> list[str]:
+    """The command line that gives these settings"""
+    words = [sys.executable, "-m", "experiments.launch"]
+    for name, value in vars(settings).items():
+        flag = name.replace("_", "-")
+        words += ([f"--{flag}"] if value else [f"--no-{flag}"]) if isinstance(value, bool) else [f"--{flag}={value}"]
+    return words
+
+
+def here(settings: Settings) -> int:
+    """`local` processes on this machine; the first error ends all, within the heartbeat."""
+    if settings.local < 1:
+        raise ValueError(f"local must be at least 1 process (or 0 for none), got {settings.local}")
+    if settings.cluster or settings.coordinator:
+        raise ValueError("local processes find one another; allowed: neither cluster nor coordinator with it")
+    address = f"127.0.0.1:{free_port()}"
+    each = replace(settings, local=0, coordinator=address, num_processes=settings.local)
+    running = [subprocess.Popen(command(replace(each, process_id=i))) for i in range(settings.local)]
+    deadline = None
+    while any(one.poll() is None for one in running):
+        if deadline is None and any(one.returncode for one in running):
+            deadline = time.monotonic() + settings.heartbeat + 15
+        if deadline is not None and time.monotonic() > deadline:
+            for one in running:
+                one.kill()
+        time.sleep(0.1)
+    failed = {i: one.returncode for i, one in enumerate(running) if one.returncode}
+    if failed:
+        resume = f"; the same command goes on from {Path(settings.checkpoint)}" if settings.checkpoint else ""
+        print(f"launch: processes ended with {failed}{resume}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Settings)
+    if chosen.local:
+        sys.exit(here(chosen))
+    main(chosen)

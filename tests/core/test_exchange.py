@@ -1,0 +1,379 @@
+"""A round in two places is the round of the simulation: the same bits in the state, the same bits in the ledger."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax import agreement, exchange, parallel, runner
+from commjax.algorithms import ef_bv, fedavg
+from commjax.base import Message, State
+from commjax.clients import federated
+from commjax.compressors import comp, m_nice, top_k
+from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
+from commjax.exchange import AbsentError, Contract
+from commjax.problems import quadratic
+from tests import registry
+
+KEY = jax.random.key(7)
+
+
+def rows(tree, i):
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+def contract_of(name):
+    case = registry.build(name)
+
+    def init(ids):
+        return case.algorithm.init(case.params, ids, **{k: rows(v, ids) for k, v in case.per_client.items()})
+
+    return Contract(case.algorithm, case.hparams, init, len(case.ids), KEY, rounds=3), case.data
+
+
+# No exchange, and why: what goes down differs from client to client (fedp3 sends each its own layers, pruned); the client's row is
+# made from the mean, after it is known (scafflix's h_i); clients come by a law of their own, with weights (mb-local-gd), or several
+# times a round (sppm-as).
+REFUSED = {
+    "fedp3", "fedp3 attention", "scafflix", "scafflix cohort", "scafflix iterations", "i-scaffnew", "mb-local-gd", "sppm-as",
+    "sppm-as hubs",
+}  # fmt: skip
+DEARER = "sketched pruned"  # its ledger prices the pruned params, and `down` is the whole ones
+ONCE = [name for name in registry.NAMES if name not in REFUSED | {DEARER}]
+PRIVATE = ("ldp-fedp3", "ldp-fedp3 sent")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_methods_that_are_no_exchange_of_one_message_a_round_are_refused(name):
+    with pytest.raises(ValueError, match="must exchange once a round"):
+        exchange.fingerprint(contract_of(name)[0])
+
+
+def test_a_method_that_sends_down_less_than_its_fields_is_refused():
+    with pytest.raises(ValueError, match=r"down=\('params',\) has 704 bits, but the algorithm's ledger says 640"):
+        exchange.halves(contract_of(DEARER)[0])
+
+
+class Federation:
+    """n clients and a server in one process; nothing but sealed bytes passes between them."""
+
+    def __init__(self, contract, data, secret=None):
+        self.contract, self.data = contract, data
+        self.secret = secret or (lambda: None)
+        self.memory = {i: exchange.first_memory(contract, i) for i in range(contract.n)}
+        self.server = contract.init(jnp.arange(contract.n)).server
+        self.counted = {}
+
+    def answers(self, letters, silent=()):
+        replies = {}
+        for i, letter in letters.items():
+            if i not in silent:
+                own = rows(self.data, i)
+                found = exchange.answer(self.contract, i, own, self.memory[i], letter, self.secret())
+                self.memory[i], replies[i] = found
+        return replies
+
+    def round(self, silent=()):
+        letters = exchange.letters(self.contract, self.server, self.counted)
+        replies = self.answers(letters, silent)
+        number = int(self.server.round)
+        self.server, report = exchange.close(self.contract, self.server, replies)
+        self.counted |= {i: number for i in replies}
+        return letters, replies, report
+
+    def row(self, i):
+        """As it is once the server's last letter has been opened"""
+        like = rows(self.contract.init(jnp.arange(self.contract.n)).clients, i)
+        memory = self.memory[i]
+        counted = memory.pending and self.counted.get(i, -1) == memory.pending_round
+        return exchange.wire.decode_tree(memory.pending if counted else memory.row, like)
+
+
+def equal_bits(a, b):
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture
+def compile_quickly():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledger_says(name, compile_quickly):
+    contract, data = contract_of(name)
+    key_step, _ = jax.random.split(KEY)
+    # A simulation's noise comes from the key of its round: a secret that is none.
+    known = lambda: jax.random.fold_in(key_step, federation.server.round)  # noqa: E731
+    federation = Federation(contract, data, known if name in PRIVATE else None)
+    state, step = contract.init(jnp.arange(contract.n)), jax.jit(contract.algorithm.step)
+    for _ in range(2):
+        letters, replies, report = federation.round()
+        state, metrics = step(key_step, contract.hparams, state, data)
+        for found, wanted in zip(jax.tree.leaves(federation.server), jax.tree.leaves(state.server), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+        for i in range(contract.n):
+            for found, wanted in zip(jax.tree.leaves(federation.row(i)), jax.tree.leaves(rows(state.clients, i))):
+                np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+        assert report.bits_up == pytest.approx(float(metrics.bits_up), rel=1e-12)
+        assert report.bits_down == pytest.approx(float(metrics.bits_down), rel=1e-12)
+        told = np.nan if name in PRIVATE else float(metrics.loss)
+        assert report.loss == pytest.approx(told, rel=1e-10, nan_ok=True) and report.absent == {}
+        weighed = [sum(len(one) - HEADER_BYTES for one in way.values()) for way in (replies, letters)]
+        assert 8 * np.array(weighed) / contract.n == pytest.approx([report.bits_up, report.bits_down], rel=1e-12)
+        assert report.header_bytes == HEADER_BYTES * (len(letters) + len(replies))
+
+
+DATA = jax.tree.map(jnp.asarray, quadratic.random(3, 4, 30, mu=0.5, L=2.0))
+
+
+def quadratics(compressor, batch_fn=runner.full_batch):
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
+    start = jnp.linspace(-1.0, 1.0, 30)
+    return Contract(algorithm, ef_bv.HParams(0.3, 0.4, 0.7), lambda ids: algorithm.init(start, ids), 4, KEY, batch_fn)
+
+
+@pytest.mark.parametrize("compressor", [comp(2, 15), m_nice(2, top_k(3))], ids=lambda c: c.name)
+def test_the_trajectory_is_that_of_one_client_a_device_bit_for_bit(compressor):
+    contract = quadratics(compressor)
+    federation, state = Federation(contract, DATA), contract.init(jnp.arange(4))
+    step = parallel.shard_step(contract.algorithm, parallel.client_mesh(4))
+    for _ in range(5):
+        _, _, report = federation.round()
+        state, metrics = step(jax.random.split(KEY)[0], contract.hparams, state, DATA)
+        equal_bits(federation.server, state.server)
+        for i in range(4):
+            equal_bits(federation.row(i), rows(state.clients, i))
+        assert (report.bits_up, report.bits_down) == (float(metrics.bits_up), float(metrics.bits_down))
+
+
+def test_minibatches_are_drawn_as_in_a_run():
+    def half(key, ids, data):
+        keys = jax.vmap(lambda id: jax.random.fold_in(key, id))(ids)
+        weight = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
+        return data._replace(H=data.H * weight[:, None, None])
+
+    contract = quadratics(top_k(3), half)
+    federation = Federation(contract, DATA)
+    for _ in range(3):
+        federation.round()
+    state = contract.init(jnp.arange(4))
+    state, _ = runner.run(KEY, contract.algorithm, contract.hparams, state, DATA, 3, half)
+    np.testing.assert_allclose(federation.server.params, state.server.params, rtol=1e-12)
+
+
+def mean_is_kept(federation):
+    mean = np.mean([federation.row(i).shift for i in range(4)], axis=0)
+    np.testing.assert_allclose(federation.server.shift, mean, rtol=1e-13, atol=1e-15)
+
+
+def test_where_absence_has_a_law_the_run_goes_on_and_the_shifts_still_average():
+    federation = Federation(quadratics(m_nice(2, top_k(3))), DATA)
+    for silent in [(), (3,), (3,), (0, 1), (), ()]:
+        _, _, report = federation.round(silent)
+        assert set(report.absent) == set(silent) and set(report.absent.values()) <= {"no answer"}
+        mean_is_kept(federation)
+
+
+def test_where_absence_has_no_law_it_is_an_error_that_says_who_and_why():
+    federation = Federation(quadratics(top_k(3)), DATA)
+    federation.round()
+    with pytest.raises(AbsentError, match=r"round 1: client 2: no answer\.  top-3 has no theory .*m_nice has"):
+        federation.round(silent=(2,))
+    with pytest.raises(AbsentError, match="client 0: lost on the way; client 1: no answer"):
+        exchange.close(federation.contract, federation.server, {}, {0: "lost on the way"})
+
+
+def test_nobody_at_all_is_an_error_even_where_absence_has_a_law():
+    federation = Federation(quadratics(m_nice(2)), DATA)
+    with pytest.raises(AbsentError, match="client 3: no answer"):
+        federation.round(silent=(0, 1, 2, 3))
+
+
+def test_a_reply_that_came_too_late_is_forgotten_by_the_client_as_well():
+    contract = quadratics(m_nice(3, top_k(3)))
+    federation = Federation(contract, DATA)
+    federation.round()
+    letters = exchange.letters(contract, federation.server, federation.counted)
+    replies = federation.answers(letters)  # all answer; the reply of client 1 is lost
+    del replies[1]
+    federation.server, report = exchange.close(contract, federation.server, replies)
+    federation.counted |= {i: 1 for i in replies}
+    assert set(report.absent) == {1}
+    mean_is_kept(federation)
+    for _ in range(3):
+        federation.round()
+        mean_is_kept(federation)
+
+
+def test_a_client_that_lost_its_state_is_refused():
+    federation = Federation(quadratics(m_nice(2)), DATA)
+    federation.round()
+    federation.memory[1] = exchange.first_memory(federation.contract, 1)
+    with pytest.raises(RefusedError, match="client 1 was counted in round 0, but remembers none: its state is lost"):
+        federation.round()
+
+
+def test_letters_and_replies_of_others_are_refused():
+    contract = quadratics(top_k(3))
+    federation = Federation(contract, DATA)
+    letters = exchange.letters(contract, federation.server, {})
+    answer = lambda letter, by=contract: exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], letter)  # noqa: E731
+    with pytest.raises(RefusedError, match="foreign: a letter to client 1, this is client 0"):
+        answer(letters[1])
+    for other in (contract._replace(run=1), contract._replace(key=jax.random.key(8)), quadratics(top_k(2))):
+        with pytest.raises(RefusedError, match="foreign: a message of run"):
+            answer(letters[0], other)
+    with pytest.raises(RefusedError, match="oversized"):
+        answer(letters[0] + b"\0")
+
+    replies = federation.answers(letters)
+    run = exchange.fingerprint(contract)
+    payload = replies[0][HEADER_BYTES:]
+    for wrong, reason in [
+        (replies[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),
+        (seal(Header("up", run, 4, 0), payload), "foreign: from client 0 in round 4, not 0 in 0"),
+        (seal(Header("up", run, 0, 0), payload + b"\0"), "client 0: oversized"),
+        (seal(Header("up", run, 0, 0), payload[:-1]), "client 0: a field of 15 bits has 2 bytes, got 1"),
+        (replies[0][:-1] + b"\xff", "client 0: malformed: the checksum is wrong"),
+    ]:
+        with pytest.raises(AbsentError, match=reason):
+            exchange.close(contract, federation.server, replies | {0: wrong})
+
+
+class Server(NamedTuple):
+    round: jax.Array
+    params: jax.Array
+
+
+class Client(NamedTuple):
+    id: jax.Array
+
+
+def odd(client_step, bits_down=64.0):
+    def init(ids):
+        return State(Server(jnp.zeros((), jnp.int32), jnp.ones(())), Client(ids))
+
+    algorithm = federated(init, client_step, lambda hparams, server, value: server, lambda server: bits_down)
+    return Contract(algorithm, None, init, 2, KEY)
+
+
+def test_a_method_that_does_not_keep_to_the_one_way_up_is_refused():
+    def speaks_otherwise(round, hparams, server, client, data):
+        return client, Message(data, jnp.zeros(())), data
+
+    def twice(round, hparams, server, client, data):
+        return client, round.send(round.send(data).value), data
+
+    def changes_it(round, hparams, server, client, data):
+        return client, round.send(data)._replace(value=data), data
+
+    for step, times in ((speaks_otherwise, 0), (twice, 2), (changes_it, 1)):
+        with pytest.raises(ValueError, match=f"must return what one round.send gave it, it called it {times} times"):
+            Federation(odd(step), jnp.ones(2)).round()
+
+
+def test_a_method_without_an_exchange_or_with_another_price_is_refused():
+    scafflix, _ = contract_of("scafflix")
+    with pytest.raises(ValueError, match="must exchange once a round"):
+        exchange.fingerprint(scafflix)
+    with pytest.raises(ValueError, match=r"down=\('params',\) has 64 bits, but the algorithm's ledger says 12"):
+        exchange.halves(odd(lambda *_: None, 12.0))
+
+
+def test_a_client_cannot_read_what_was_not_sent_to_it():
+    def peeks(round, hparams, server, client, data):
+        return client, round.send(data + server.shift), data
+
+    algorithm = federated(
+        ef_bv.gd(jax.value_and_grad(quadratic.loss)).init,
+        peeks,
+        lambda *_: None,
+        lambda server: 64.0 * server.params.size,
+    )
+    contract = Contract(algorithm, None, lambda ids: algorithm.init(jnp.ones(2), ids), 2, KEY)
+    with pytest.raises(TypeError, match="None"):
+        Federation(contract, jnp.ones((2, 2))).round()
+
+
+def test_what_the_server_knows_does_not_determine_the_noise_and_no_loss_is_sent():
+    contract, data = contract_of("ldp-fedp3")
+    one, two = Federation(contract, data), Federation(contract, data)
+    first, second = one.round(), two.round()
+    assert first[0] == second[0]  # all that the server said and knows
+    for i in range(contract.n):
+        assert first[1][i][:HEADER_BYTES][:-4] == second[1][i][:HEADER_BYTES][:-4]  # all but the checksum
+        assert np.isnan(unseal(first[1][i], kind="up", run=exchange.fingerprint(contract), limit=99)[0].loss)
+        assert first[1][i][HEADER_BYTES:] != second[1][i][HEADER_BYTES:]
+    assert np.isnan(first[2].loss)
+    # The noise has the deviation that the method says: gamma z C / (q m) on the coordinates that a client sends.
+    quiet = contract._replace(
+        hparams=contract.hparams._replace(clip=1e-12, noise=1e12 * contract.hparams.noise, rate=1.0)
+    )
+    gamma, clip, z, q = (float(value) for value in quiet.hparams)
+    moved = []
+    for _ in range(8):
+        federation = Federation(quiet, data)
+        federation.round()
+        moved.append(np.asarray(federation.server.params - contract.init(jnp.arange(8)).server.params))
+    expected = gamma * z * clip / (q * 6)
+    assert np.std(moved) == pytest.approx(expected, rel=0.25) and np.abs(np.mean(moved)) < 0.25 * expected
+
+
+def test_a_private_client_answers_every_round_once_and_no_more_than_the_accountant_counts():
+    contract, data = contract_of("ldp-fedp3")
+    federation = Federation(contract, data)
+    before = exchange.first_memory(contract, 0)
+    letters = exchange.letters(contract, federation.server, {})
+    memory, _ = exchange.answer(contract, 0, rows(data, 0), before, letters[0])
+    with pytest.raises(RefusedError, match=r"client 0 answers each of 3 rounds .* once, in order, not 0 after 0"):
+        exchange.answer(contract, 0, rows(data, 0), memory, letters[0])
+    for _ in range(3):
+        federation.round()
+    with pytest.raises(RefusedError, match="not 3 after 2"):
+        federation.round()
+    with pytest.raises(ValueError, match="rounds must be given with a private method"):
+        exchange.halves(contract._replace(rounds=None))
+    with pytest.raises(ValueError, match="batch_fn must be full_batch with a private method"):
+        exchange.halves(contract._replace(batch_fn=runner.minibatches(2)))
+    with pytest.raises(ValueError, match="secret: this method is not private"):
+        Federation(quadratics(top_k(3)), DATA, lambda: KEY).round()
+
+
+def test_contracts_whose_halves_or_batches_differ_are_foreign():
+    def made(steps, loss=quadratic.loss, batch_fn=runner.full_batch):
+        algorithm = fedavg.fedavg(jax.value_and_grad(loss), steps=steps)
+        return exchange.fingerprint(
+            Contract(algorithm, fedavg.HParams(0.1), lambda ids: algorithm.init(jnp.ones(2), ids), 2, KEY, batch_fn)
+        )
+
+    def doubled(x, data):
+        return 2 * quadratic.loss(x, data)
+
+    assert made(3) == made(3) and made(3, batch_fn=runner.minibatches(2)) == made(3, batch_fn=runner.minibatches(2))
+    different = [made(3), made(5), made(3, doubled), *(made(3, batch_fn=runner.minibatches(size)) for size in (2, 3))]
+    assert len(set(different)) == 5
+
+
+def test_a_digest_of_functions_sees_what_they_close_over():
+    def of(value, default=1):
+        def inner(x, y=default):
+            return inner if value is None else x + y
+
+        return inner
+
+    same = [of(2), of((1, {"b": 2, "a": np.ones(2)})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
+    again = [of(2), of((1, {"a": np.ones(2), "b": 2})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
+    found = [agreement.digest(one) for one in same]
+    assert found == [agreement.digest(one) for one in again] and len(set(found)) == 6
+    others = [of(3), of((1, {"b": 2, "a": np.zeros(2)})), of(2, 2), partial(of(2), y=4), of(top_k(3)), jax.jit(of(3))]
+    assert not set(found) & {agreement.digest(one) for one in others}
+    bare = eval("lambda x: x + 1", {})  # no source
+    assert agreement.digest(bare) == agreement.digest(eval("lambda x: x + 1", {}))
+    assert agreement.digest(bare) != agreement.digest(eval("lambda x: x * 2 + x", {}))
+    assert agreement.digest(top_k(2).compress) != agreement.digest(comp(2, 3).compress)
