@@ -52,12 +52,12 @@ def converged(shift) -> tuple[np.ndarray, np.ndarray]:
 
 def square_root() -> Claim:
     found = {"Scafflix": [], "GD": []}
-    kappas = np.geomspace(10, 1000, 4)
+    kappas, gradient = np.geomspace(10, 1000, 4), jax.value_and_grad(quadratic.loss)
     for kappa in kappas:
         data = scafflix_condition.spread_quadratics(kappa, 8, 20, 0)
         _, ours, plain = scafflix_condition.rounds_to_accuracy(
-            jax.value_and_grad(quadratic.loss), jax.tree.map(jnp.asarray, data), quadratic.constants(data), 1 / kappa,
-            data.c, quadratic.optimum(data).params, SETTINGS,
+            gradient, jax.tree.map(jnp.asarray, data), quadratic.constants(data), 1 / kappa,
+            data.c, quadratic.optimum(data).params, SETTINGS, length=scafflix_condition.length_for(kappas[-1]),
         )  # fmt: skip
         found["Scafflix"].append(ours)
         found["GD"].append(plain)

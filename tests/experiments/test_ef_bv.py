@@ -154,10 +154,10 @@ def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, t
     settings = dataclasses.replace(ef_bv.Settings(), rounds=250, out=tmp_path, progress=False)
     record = ef_bv.compare(ef_bv.problem(name, settings, xi), k, settings, "run")
     rows = ef_bv.bits_to_targets(record, (0.99, 0.98, 0.97))
-    assert len(rows) >= 2
-    for found in rows:
-        assert found["ratio"] < 1
-    assert rows[-1]["ratio"] == pytest.approx(record.config["predicted"], rel=0.1)
+    assert all(found["ratio"] < 1 for found in rows)  # also where EF21 does not arrive
+    both = [found["ratio"] for found in rows if np.isfinite(found["bits"]).all()]
+    assert len(both) >= 2
+    assert both[-1] == pytest.approx(record.config["predicted"], rel=0.1)
 
 
 def test_a_command_that_is_given_again_runs_no_finished_panel_twice(settings, monkeypatch):
