@@ -27,7 +27,8 @@ from commjax.records import environment
 from experiments import claim_workers
 from experiments.claims import Claim
 
-LONGEST = ("symwanda", "scafflix", "cohort_squeeze", "ef_bv")  # begun first, so that no process waits for one at the end
+# Begun first, so that no process waits for one of them at the end.
+LONGEST = ("scafflix", "ef_bv", "symwanda", "cohort_squeeze")
 COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
 
 

@@ -35,6 +35,14 @@ def forget_compiled_programs():
 
 
 @pytest.fixture
+def compile_quickly():
+    """Many tiny programs are compiled; XLA's optimisations would double the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def real_data() -> str:
     """The folder with the LibSVM files, or a skip: tests on real data run where COMMJAX_DATA says."""
     folder = os.environ.get("COMMJAX_DATA")

@@ -29,7 +29,7 @@ def same_trajectory(name, way, devices, rounds=2):
         close(jax.device_get((state, metrics)), jax.device_get(wanted))
 
 
-# `test_algorithms` has 8, 4 and 2 devices; here the others, of which 3 does not divide the 8 clients.
+# `test_algorithms` has 8 and 2 devices; here the others, of which 3 does not divide the 8 clients.
 @ALL
 @pytest.mark.parametrize("way, devices", [("shard_map", 3), ("sharded jit", 4)])
 def test_devices_do_not_change_the_trajectory(name, way, devices):

@@ -10,11 +10,11 @@ from commjax.records import Record
 from experiments import ef_bv, ef_bv_table
 from experiments.claims import ef_bv as claims
 
-TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=5, progress=False)
+TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=4, progress=False)
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path, compile_quickly):
     return dataclasses.replace(TINY, out=tmp_path)
 
 
@@ -101,7 +101,7 @@ def row(data, i):
 
 
 def test_ablations_and_stepsizes_draw_their_figures(settings):
-    settings = dataclasses.replace(settings, rounds=6)
+    settings = dataclasses.replace(settings, rounds=6, chunk=6)
     rows = ef_bv.ablate_k(settings)
     assert [r["value"] for r in rows] == [1, 3, 7, 15, 22, 30]
     assert rows[0]["predicted"] == pytest.approx(1)  # k' = k: one method
