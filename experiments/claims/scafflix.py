@@ -191,6 +191,7 @@ def smaller_p() -> Claim:
     )  # fmt: skip
 
 
+@compiled_quickly()
 def generalisation() -> Claim:
     settings = network.Settings(
         task="digits", model="mlp", rounds=25, every=25, seeds=2, stepsizes=(0.03, 0.1), local_steps=100, progress=False
