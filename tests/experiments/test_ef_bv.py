@@ -100,12 +100,26 @@ def row(data, i):
     return type(data)(*(leaf[i] for leaf in data))
 
 
-def test_ablations_and_stepsizes_draw_their_figures(settings):
+def test_ablations_and_stepsizes_draw_their_figures(settings, monkeypatch):
     settings = dataclasses.replace(settings, rounds=6, chunk=6)
-    rows = ef_bv.ablate_k(settings)
+    real, runs = ef_bv.compare, []
+
+    def first_only(problem, k, settings, label, *, k_top=None):
+        """The curves of the first run for all of them, each with its own prediction: eleven programs would prove no more."""
+        runs.append(runs[0] if runs else real(problem, k, settings, label, k_top=k_top))
+        compressor = ef_bv.compressors.rounded(ef_bv.compressors.comp(k, k_top or problem.d // 2))
+        predicted = ef_bv.predicted_ratio(compressor.constants(problem.d, len(problem.data.labels)))
+        assert len(runs) > 1 or predicted == runs[0].config["predicted"]
+        return dataclasses.replace(runs[0], config={**runs[0].config, "predicted": predicted})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ef_bv, "compare", first_only)
+        rows = ef_bv.ablate_k(settings)
+        by_clients = ef_bv.ablate_n(settings)
     assert [r["value"] for r in rows] == [1, 3, 7, 15, 22, 30]
     assert rows[0]["predicted"] == pytest.approx(1)  # k' = k: one method
-    predicted = [r["predicted"] for r in ef_bv.ablate_n(settings)]
+    assert [r["value"] for r in by_clients] == [10, 30, 100, 300, 569] and len(runs) == 11
+    predicted = [r["predicted"] for r in by_clients]
     assert predicted == sorted(predicted, reverse=True)
     record = ef_bv.stepsizes(settings)
     assert record.metrics["loss"].shape == (22, 1, 6)
