@@ -120,6 +120,7 @@ LINES = {
 }  # fmt: skip
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_zero_shot_is_the_accuracy_of_our_own_reader_on_every_task(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")

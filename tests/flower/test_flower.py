@@ -17,7 +17,7 @@ import pytest
 from commjax import exchange, parallel
 
 pytest.importorskip("flwr", reason="needs the extra flower")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 APP = Path(__file__).parents[2] / "experiments" / "flower_ef_bv"
 BIN = Path(sys.executable).parent
