@@ -147,8 +147,11 @@ def cluster(tmp_path_factory):
         cluster.down()
 
 
-def dataset() -> str:
-    return "mushrooms" if os.environ.get("COMMJAX_DATA") else "breast_cancer"
+def problem() -> dict:
+    """What the configuration says of the data"""
+    if not os.environ.get("COMMJAX_DATA"):
+        return {"dataset": "breast_cancer"}
+    return {"dataset": "mushrooms", "features": 112, "smoothness": 2.69}
 
 
 def client_data(config):
@@ -156,7 +159,7 @@ def client_data(config):
 
 
 def test_payloads_are_the_ledger_and_the_trajectory_is_the_simulations_bit_for_bit(cluster):
-    config, log, rounds = cluster.run("all", dataset=dataset(), rounds=3)
+    config, log, rounds = cluster.run("all", **problem(), rounds=3)
     assert len(rounds) == 3, log
     contract = task.contract(config)
     data = jax.tree.map(lambda *leaves: jnp.stack(leaves), *client_data(config))
@@ -172,7 +175,7 @@ def test_payloads_are_the_ledger_and_the_trajectory_is_the_simulations_bit_for_b
 
 
 def test_a_supernode_that_dies_does_not_end_the_run_where_absence_has_a_law(cluster):
-    config, log, rounds = cluster.run("nice", killed=3, dataset=dataset(), nice=2, rounds=4, timeout=90.0)
+    config, log, rounds = cluster.run("nice", killed=3, **problem(), nice=2, rounds=4, timeout=90.0)
     assert len(rounds) == 4, log
     assert 3 not in rounds[0]["absent"] and all(3 in seen["absent"] for seen in rounds[2:])
     # The same rounds in this process, the same clients absent.
@@ -191,7 +194,7 @@ def test_a_supernode_that_dies_does_not_end_the_run_where_absence_has_a_law(clus
 
 
 def test_a_supernode_that_dies_ends_the_run_with_a_clear_error_where_absence_has_none(cluster):
-    _, log, rounds = cluster.run("strict", killed=2, dataset=dataset(), rounds=4, timeout=90.0)
+    _, log, rounds = cluster.run("strict", killed=2, **problem(), rounds=4, timeout=90.0)
     assert 1 <= len(rounds) < 4
     assert "AbsentError" in log and "client 2: " in log and "has no theory for an absent client" in log, log
 
