@@ -1,8 +1,8 @@
 """LIBSVM text files: ``label index:value index:value ...``, indices from 1, in ascending order.
 
-    dataset = load("mushrooms")                              all rows
-    summary = scan("mushrooms")                              how many there are, and of what kind: nothing is parsed or kept
-    dataset, mine = read_parts(summary, [parts[i] for i in own])         the rows of some clients only: the others' are never parsed
+dataset = load("mushrooms")                              all rows
+summary = scan("mushrooms")                              how many there are, and of what kind: nothing is parsed or kept
+dataset, mine = read_parts(summary, [parts[i] for i in own])         the rows of some clients only: the others' are never parsed
 """
 
 import io
@@ -131,7 +131,9 @@ def _read(
     if not found:
         raise ValueError(f"{name}: no rows; allowed: at least one line 'label index:value ...'")
     if wanted is not None and len(bodies) < len(wanted):
-        raise ValueError(f"{name}: row {wanted[len(bodies)]} is wanted; allowed: 0 to {found - 1}, the file has no more")
+        raise ValueError(
+            f"{name}: row {wanted[len(bodies)]} is wanted; allowed: 0 to {found - 1}, the file has no more"
+        )
 
     words = " ".join(bodies).replace(":", " ").split()
     row = np.repeat(np.arange(len(bodies)), [body.count(":") for body in bodies])

@@ -289,7 +289,7 @@ def test_two_processes_on_loopback_are_one_and_a_job_of_two_goes_on_as_two(tmp_p
     both = settings(tmp_path, coordinator=address, num_processes=2, devices=2, chunk=20)
     files = [spoiled(file, own, tmp_path / f"{own[0]}") for own in (range(6), range(6, 9))]
     started = [spawn(launch.replace(both, process_id=i, dataset=str(path))) for i, path in enumerate(files)]
-    assert "9 clients on 4 devices of 2 processes" in [finish(process) for process in started][0]
+    assert "9 clients on 4 devices of 2 processes" in "".join(map(finish, started))
     equal(tmp_path, alone)
 
 
@@ -307,7 +307,8 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
     ]  # fmt: skip
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        cases = [build(name) for name in NAMES]
+        names = pair.names(NAMES)
+        cases = [build(name) for name in names]
         runs = [runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, pair.ROUNDS) for case in cases]
         for process in both:
             finish(process)
@@ -316,7 +317,7 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         for process in both:
             process.kill()
     found = [dict(np.load(file)) for file in files]
-    for name, (state, metrics) in zip(NAMES, jax.device_get(runs)):
+    for name, (state, metrics) in zip(names, jax.device_get(runs)):
         for i, leaf in enumerate(jax.tree.leaves(state.server)):
             for process in found:
                 np.testing.assert_allclose(process[f"{name}/server/{i}"], leaf, rtol=1e-10, atol=1e-12, err_msg=name)

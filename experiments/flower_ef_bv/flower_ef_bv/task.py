@@ -36,10 +36,14 @@ def data(config, id: int):
     """The rows of one client, and of no other"""
     rows, L_i = own(config["dataset"], config["n"], id, config["mu"], config["seed"])
     if rows.features.shape[1] != config["features"]:
-        raise RefusedError(f"features={config['features']}; allowed: {rows.features.shape[1]}, which client {id}'s have")
+        raise RefusedError(
+            f"features={config['features']}; allowed: {rows.features.shape[1]}, which client {id}'s have"
+        )
     if L_i > sqrt(config["n"]) * config["smoothness"]:
         least = L_i / sqrt(config["n"])
-        raise RefusedError(f"smoothness={config['smoothness']}; allowed: at least {least:.4g}: L_{id} alone is {L_i:.4g}")
+        raise RefusedError(
+            f"smoothness={config['smoothness']}; allowed: at least {least:.4g}: L_{id} alone is {L_i:.4g}"
+        )
     return rows
 
 
