@@ -185,10 +185,13 @@ def answer(
         raise ValueError("secret: this method is not private; allowed: None")
     # What is not sent is None, so that a method cannot read it.
     key = key_round(contract, header.round)
-    if exchange.letter is None:
-        received = wire.decode_tree(payload, received_fields(exchange, first.server))
-    else:
-        received = exchange.letter.read(key, payload, first.server, id, contract.n)
+    try:
+        if exchange.letter is None:
+            received = wire.decode_tree(payload, received_fields(exchange, first.server))
+        else:
+            received = exchange.letter.read(key, payload, first.server, id, contract.n)
+    except ValueError as error:
+        raise RefusedError(f"malformed: {error}") from error
     fields = dict(zip(exchange.down, (received,) if len(exchange.down) == 1 else received))
     blank = type(first.server)(*(None for _ in first.server))
     server = blank._replace(round=jnp.asarray(header.round, first.server.round.dtype), **fields)

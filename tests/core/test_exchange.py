@@ -251,9 +251,11 @@ def test_letters_and_replies_of_others_are_refused():
             answer(letters[0], other)
     with pytest.raises(RefusedError, match="oversized"):
         answer(letters[0] + b"\0")
+    run = exchange.fingerprint(contract)
+    with pytest.raises(RefusedError, match="malformed: "):
+        answer(seal(Header("down", run, 0, 0), letters[0][HEADER_BYTES:-8]))
 
     replies = federation.answers(letters)
-    run = exchange.fingerprint(contract)
     payload = replies[0][HEADER_BYTES:]
     for wrong, reason in [
         (replies[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),

@@ -63,6 +63,7 @@ class Cluster:
         # XLA's flags as well: another compiler has other bits.
         self.environment = os.environ | {
             "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "JAX_PLATFORMS": "cpu",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(APP.parents[1]),
         }  # fmt: skip
         (folder / "home").mkdir()
@@ -71,9 +72,11 @@ class Cluster:
         (folder / "home" / "config.toml").write_text(config)
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
+        # A SuperNode starts a process for every message: what one has compiled serves the next.
+        programs = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / f"programs-{name}")}
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]], stdout=log, stderr=log, env=self.environment, cwd=self.folder,
+                [str(BIN / command[0]), *command[1:]], stdout=log, stderr=log, env=self.environment | programs, cwd=self.folder,
                 start_new_session=True,
             )  # fmt: skip
 
