@@ -138,11 +138,14 @@ def _sampled(w, p, axis, sampling, key):
     if sampling.shared:
         return norm(rows[:, jax.random.choice(key, d, (tau,), replace=False)], p, "in")
 
+    every = jnp.ones(d, bool)
+
     def one(argument):
         key, row = argument
-        return norm(row[None], p, "in", select.random_mask(key, d, tau)[None])[0]
+        # Not `random_mask`, whose unrolled draws of few entries take half a minute to compile.
+        return norm(row[None], p, "in", select.random_of_mask(key, every, tau)[None])[0]
 
-    return jax.lax.map(one, (jax.random.split(key, n), rows), batch_size=min(128, n))
+    return jax.lax.map(one, (jax.random.split(key, n), rows), batch_size=-(-n // -(-n // 128)))
 
 
 def _of_length(vector, w, axis, name):
@@ -187,26 +190,22 @@ def score(
         if out_term is not None:
             norms.append(out_term(w, stats, key_out, "out")[None, :])
         S = join(w, *norms) if norms else w
-        return S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
+        S = S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
+        return S, jnp.all(jnp.isfinite(S))
 
     def apply(W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
         if 0 in W.shape:
             raise ValueError(f"W has shape {W.shape}; allowed: at least one input and one output")
-        S = matrix(W, stats, key)
-        _check_finite(S, W=W, stats=stats)
+        S, finite = matrix(W, stats, key)
+        _check_finite(finite, W=W, stats=stats)
         return S
 
     return apply
 
 
-@jax.jit
-def _finite(a):
-    return jnp.all(jnp.isfinite(a))
-
-
-def _check_finite(S: Any, **causes: Any) -> None:
+def _check_finite(finite: Array, **causes: Any) -> None:
     """Only outside jit, where there are numbers to look at."""
-    if isinstance(S, Tracer) or _finite(S):
+    if isinstance(finite, Tracer) or finite:
         return
     for name, tree in causes.items():
         for leaf in jax.tree.leaves(tree):
