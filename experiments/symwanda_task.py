@@ -120,14 +120,8 @@ def over_seeds(task: Task, recipe: Recipe, seeds: int) -> list[float]:
         if number + 1 < len(task.params.blocks):
             hidden = [_advance(model.block, pruned, h) for h in hidden]
         found.append(pruned)
-    return [
-        perplexity.perplexity(
-            perplexity.losses(
-                model, outer, [jax.tree.map(lambda leaf: leaf[seed], block) for block in found], task.evaluation
-            )
-        )
-        for seed in range(seeds)
-    ]
+    one = ([jax.tree.map(lambda leaf, seed=seed: leaf[seed], block) for block in found] for seed in range(seeds))
+    return [perplexity.perplexity(perplexity.losses(model, outer, blocks, task.evaluation)) for blocks in one]
 
 
 def _fold(key, at: tuple[int, int]):

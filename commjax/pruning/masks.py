@@ -111,13 +111,22 @@ def _unstructured(scores, k, group, reference_ties):
 
 
 def _least_pruned(scores, k, group, reference_ties):
-    keys, over = _bits(scores), _OVER[group]
-    search = partial(_threshold, k=k, over=over, value_of_next=reference_ties)
-    along = {"output": 1, "input": 0}.get(group)
-    threshold, end = search(keys) if along is None else _in_blocks(search, keys, along)
+    keys = _bits(scores)
     if reference_ties:
-        return keys > threshold
-    return (keys > threshold) | ((keys == threshold) & (_position(keys.shape, over) >= end))
+        return keys > _search(keys, k, group, value_of_next=True)[0]
+    return ~least(keys, k, group)
+
+
+def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mask:
+    """True for the k least of every group of non-negative integers, the first among equals; k may be traced."""
+    threshold, end = _search(keys, k, group, value_of_next=False)
+    return (keys < threshold) | ((keys == threshold) & (_position(keys.shape, _OVER[group]) < end))
+
+
+def _search(keys, k, group, *, value_of_next):
+    search = partial(_threshold, k=k, over=_OVER[group], value_of_next=value_of_next)
+    along = {"output": 1, "input": 0}.get(group)
+    return search(keys) if along is None else _in_blocks(search, keys, along)
 
 
 def _in_blocks(search, keys, along):
