@@ -21,7 +21,6 @@ from commjax.base import Key
 from commjax.sampling import Clusters, Draw, Sampling, Vector, build, check_size, distribution, partition, squares
 from commjax.theory.sppm import nice_variance
 
-
 __all__ = [
     "Clusters", "Draw", "Sampling", "Vector", "block", "block_of", "full", "importance", "nice", "nonuniform", "stratified", "stratified_of",
 ]  # fmt: skip

@@ -161,9 +161,10 @@ def by_solver(settings: Settings) -> list[dict]:
         len(settings.datasets), 2, figsize=size, layout="constrained", sharey="row", squeeze=False
     )
     for axes, name in zip(panels, settings.datasets):
-        one = problem(name, settings)
+        one, rival = problem(name, settings), None
         for solver in names:
-            found = grid(one, replace(settings, solver=solver))
+            found = grid(one, replace(settings, solver=solver), rival)
+            rival = found.localgd
             bits = bits_to(found, target)
             for axis, count in zip(axes, ("iterations", "evaluations")):
                 table = costs(found, target, 1.0, 0.0, count)[0].reshape(settings.most_local, -1)
