@@ -306,6 +306,13 @@ def test_the_clustering_of_the_text_example():
     assert [ids.tolist() for ids in clustering.optimal_stratified(np.array(golden["a"]), 2)] == golden["best"]
 
 
+def test_one_cluster_one_client_and_one_row_are_allowed():
+    rows = np.array([[0.0], [9.0], [0.1]])
+    assert [ids.tolist() for ids in clustering.by_gradients(rows, 1)] == [[0, 1, 2]]
+    assert [ids.tolist() for ids in clustering.by_features(rows, [[0], [1], [2]], 2)] == [[0, 2], [1]]
+    assert [ids.tolist() for ids in clustering.optimal_stratified(rows[:1], 1)] == [[0]]
+
+
 def test_clusters_of_features_and_of_gradients_find_the_groups():
     rng = np.random.default_rng(7)
     group = np.array([0, 1, 2, 0, 1, 2, 2, 0])
