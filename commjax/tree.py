@@ -40,6 +40,11 @@ def add_scaled(a: PyTree, scalar: Scalar, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: x + _like(scalar, x) * y.astype(x.dtype), a, b)
 
 
+def cast(a: PyTree, like: PyTree) -> PyTree:
+    """a in the dtypes of `like`"""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), a, like)
+
+
 def zeros_like(a: PyTree) -> PyTree:
     """0 of the same shapes and dtypes"""
     return jax.tree.map(jnp.zeros_like, a)

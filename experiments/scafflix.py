@@ -236,12 +236,10 @@ def stepsizes(settings: Settings) -> list[dict]:
         smooth, gradient = one.smoothness, value_and_grad(settings.mu)
         length = int(np.ceil(1.5 * smooth.L_max / settings.mu * np.log(1e3 / settings.accuracy) / 100)) * 100
         kinds = {"individual": {}, "global": {"gamma": 1 / smooth.L_max}}
-        records = {}
+        algorithm, records = scafflix.iterations(gradient), {}
         for kind, given in kinds.items():
             hparams = [scafflix.theoretical(smooth.L_i, settings.mu, alpha, **given) for alpha in settings.alphas]
-            records[kind] = run_grid(
-                one, scafflix.iterations(gradient), hparams, settings.seeds, length, settings, f"{name}_{kind}"
-            )
+            records[kind] = run_grid(one, algorithm, hparams, settings.seeds, length, settings, f"{name}_{kind}")
         for h, alpha in enumerate(settings.alphas):
             floor = logistic.flix_optimum(one.dataset, one.rows, settings.mu, alpha, one.optimum).value
             row: dict[str, Any] = {"dataset": name, "alpha": alpha, "kappa_max": smooth.L_max / settings.mu}

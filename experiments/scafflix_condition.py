@@ -4,6 +4,7 @@ Expected: slopes of log rounds 0.49 (Scafflix) and 1.00 (GD) on quadratics, 0.48
 """
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +33,37 @@ def slope(kappas, rounds) -> float:
     return float(np.polyfit(np.log(kappas), np.log(rounds), 1)[0])
 
 
-def rounds_to_accuracy(gradient, data, smooth, mu, anchors, optimum, settings: Settings, fraction: float = 1e-6):
+@cache
+def _observed(gradient):
+    """Scafflix and GD with |x - x*|^2.  A client's batch is (its data, x*), so that all problems of a size share two programs."""
+
+    def own(params, batch):
+        return gradient(params, batch[0])
+
+    def distance(state, batch):
+        return jnp.sum((state.server.params - batch[1][0]) ** 2)
+
+    return tuple(runner.observe(one, distance=distance) for one in (scafflix.iterations(own), flix.flix(own)))
+
+
+def length_for(kappa: float, fraction: float = 1e-6) -> int:
+    """Iterations in which both methods get there."""
+    return int(1.3 * kappa * np.log(1 / fraction)) + 200
+
+
+def rounds_to_accuracy(
+    gradient, data, smooth, mu, anchors, optimum, settings: Settings, fraction: float = 1e-6, length: int | None = None
+):
     """(kappa, rounds of Scafflix, rounds of GD) until |x - x*|^2 is `fraction` of the first, alpha = 0.5.
 
     The distance, because Psi measures distances: the objective itself hardly sees the flat directions that cost the rounds.
     """
     n, d = anchors.shape
     alpha, kappa = 0.5, smooth.L_max / mu
-    length = int(1.3 * kappa * np.log(1 / fraction)) + 200
+    length = length_for(kappa, fraction) if length is None else length
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
-
-    def distance(state, batch):
-        return jnp.sum((state.server.params - optimum) ** 2)
-
-    ours = runner.observe(scafflix.iterations(gradient), distance=distance)
-    plain = runner.observe(flix.flix(gradient), distance=distance)
+    data = (data, jnp.tile(jnp.asarray(optimum), (n, 1)))
+    ours, plain = _observed(gradient)
     start = ours.init(jnp.ones(d), jnp.arange(n), optimum=jnp.asarray(anchors))
     hparams = scafflix.theoretical(smooth.L_i, mu, alpha)
     _, seen = runner.sweep(keys, ours, runner.stack([hparams]), start, data, length)
@@ -64,12 +81,13 @@ def rounds_to_accuracy(gradient, data, smooth, mu, anchors, optimum, settings: S
 def condition_number(settings: Settings) -> dict[str, dict]:
     """Corollary 1 (L1386): rounds grow like sqrt(kappa); those of GD like kappa."""
     found: dict[str, list] = {"quadratics": [], "logistic": []}
+    gradient = jax.value_and_grad(quadratic.loss)
     for kappa in np.geomspace(10, 1e4, 7):
         data = spread_quadratics(kappa, settings.n, 20, settings.seed)
         smooth = quadratic.constants(data)
         found["quadratics"].append(
             rounds_to_accuracy(
-                jax.value_and_grad(quadratic.loss), jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c,
+                gradient, jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c,
                 quadratic.optimum(data).params, settings,  # of FLIX too, where all clients have the same alpha
             )
         )  # fmt: skip

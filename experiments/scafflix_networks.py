@@ -151,15 +151,22 @@ def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
     return right.sum() / total.sum()
 
 
+@cache
+def _own(problem: networks.Classification, batch: int):
+    """A client's gradient and its rows: one object each, so that the seeds share a compiled program."""
+    return jax.value_and_grad(problem.loss), local.minibatch(batch)
+
+
 def begin(task: Task, settings: Settings, seed: int, personal: bool):
     """The network's start, and x_i* by local SGD from there."""
     key_init, key_local = jax.random.split(jax.random.key(1000 + seed))
     params = task.problem.init(key_init, task.train.inputs[0, :1])
     if not personal:
         return params, None
+    gradient, sample = _own(task.problem, settings.batch)
     optimum = flix.local_sgd(
-        key_local, jax.value_and_grad(task.problem.loss), params, task.train, stepsize=settings.local_stepsize,
-        steps=settings.local_steps, sample=local.minibatch(settings.batch), over=_how(settings)["over"],
+        key_local, gradient, params, task.train, stepsize=settings.local_stepsize, steps=settings.local_steps,
+        sample=sample, over=_how(settings)["over"],
     )  # fmt: skip
     return params, optimum
 

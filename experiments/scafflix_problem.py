@@ -1,7 +1,7 @@
 """Logistic regression on n clients with their own optima: the problem of all convex figures of Chapter 3."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,5 +66,7 @@ def problem(name: str, split: str, settings: Settings) -> Problem:
     return Problem(name, split, dataset, rows, data, smoothness, optimum)
 
 
+@cache
 def value_and_grad(mu: float):
+    """One object a mu, so that what was compiled for it serves again."""
     return jax.value_and_grad(partial(logistic.loss, mu=mu))

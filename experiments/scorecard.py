@@ -10,10 +10,11 @@ import base64
 import html
 import importlib
 import json
+import os
 import pkgutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
@@ -23,8 +24,11 @@ import experiments.claims
 from commjax.checkpoint import write_atomically
 from commjax.progress import progress_bar
 from commjax.records import environment
+from experiments import claim_workers
 from experiments.claims import Claim
 
+# Begun first, so that no process waits for one of them at the end.
+LONGEST = ("scafflix", "ef_bv", "symwanda", "cohort_squeeze")
 COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
 
 
@@ -32,29 +36,38 @@ COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
 class Settings:
     out: Path = Path("results/scorecard")  # index.html and scorecard.json
     only: str = ""  # a part of a module's name, such as ef_bv; empty for all
+    processes: int = 0  # that measure, each some of the modules; 0: as many as cores
     progress: bool = True  # show a bar
 
 
-def claim_functions(only: str = "") -> list:
-    """CLAIMS of every module in experiments/claims/."""
+def modules(only: str = "") -> list[str]:
+    """Names of the modules in experiments/claims/."""
     names = sorted(module.name for module in pkgutil.iter_modules(experiments.claims.__path__) if only in module.name)
     if not names:
         raise ValueError(f"only: no module of experiments/claims/ has {only!r} in its name")
-    return [function for name in names for function in importlib.import_module(f"experiments.claims.{name}").CLAIMS]
+    return [f"experiments.claims.{name}" for name in names]
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(settings: Settings) -> list[Claim]:
-    functions = claim_functions(settings.only)
-    claims = []
-    with progress_bar("claims", len(functions), enabled=settings.progress) as advance:
-        for number, function in enumerate(functions, 1):
-            began = time.monotonic()
-            claims.append(replace(function(), seconds=round(time.monotonic() - began, 1)))
-            advance(number, {})
+    """The claims of all modules, in the order of their names, whatever the order in which they were done."""
+    names = modules(settings.only)
+    total = sum(len(importlib.import_module(name).CLAIMS) for name in names)
+    first = [f"experiments.claims.{name}" for name in LONGEST if f"experiments.claims.{name}" in names]
+    order = [*first, *(name for name in names if name not in first)]
+    found = []
+    with progress_bar("claims", total, enabled=settings.progress) as advance:
+        for one in claim_workers.measure_modules(order, settings.processes or cores()):
+            found.append(one)
+            advance(len(found), {})
             if settings.progress:
-                claim = claims[-1]
+                claim = one.claim
                 print(f"  {claim.verdict:10} {claim.seconds:5.1f} s  {claim.claim}", file=sys.stderr, flush=True)
-    return claims
+    return [one.claim for one in sorted(found, key=lambda one: one[:2])]
 
 
 def page(claims: list[Claim], seconds: float) -> str:

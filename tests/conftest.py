@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # small matrices: a second thread only waits, and there are two workers
+# Small matrices: a second thread only waits, and there are two workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Half of the suite's time is compilation, and a third of that the newer emitters of fused loops; a version of XLA without this
 # option would refuse to start with it.
@@ -47,6 +46,14 @@ def forget_compiled_programs():
     """Thousands of programs in one process exhaust its memory maps, and the compiler crashes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def compile_quickly():
+    """Many tiny programs are compiled; XLA's optimisations would double the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

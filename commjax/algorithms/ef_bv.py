@@ -66,7 +66,9 @@ def ef_bv(
     Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
     Precision: with theory's small gamma a float32 run stalls where gamma g is below half an ulp of x, a gap near 1e-7; use
     float64 (and `compressors.rounded` for float32 messages) where that matters.  In bfloat16 the rounded updates of h and of
-    the h_i drift apart, h is no longer their mean, and the method settles elsewhere: keep params in float32 or better.
+    the h_i drift apart, h is no longer their mean, and the method settles elsewhere: with bfloat16 params give h_i^0 in float32
+    (`shift=jnp.zeros((n, d))`; h, the h_i and g then stay in float32) and `compressors.rounded(compressor, jnp.bfloat16)`, whose
+    messages are bfloat16 on the wire.
     """
     prox = (zero() if regularizer is None else regularizer).prox
 
@@ -81,7 +83,7 @@ def ef_bv(
 
     def client_step(round, hparams, server, client, data):
         loss, grad = value_and_grad(server.params, data)
-        d = round.send(tree.sub(grad, client.shift))
+        d = round.send(tree.sub(tree.cast(grad, client.shift), client.shift))
         return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
 
     def server_step(hparams, server, d):

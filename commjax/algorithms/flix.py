@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -213,10 +214,18 @@ def local_sgd(
 
     `steps` of so many epochs: `epoch_steps`.  Thesis: L1496 (batch 100, SGD).
     """
+    return _sgd_of_all(value_and_grad, sample, steps, over)(key, stepsize, params, data)
+
+
+@lru_cache(maxsize=8)
+def _sgd_of_all(value_and_grad: ValueAndGrad, sample: Sample, steps: int, over: Callable) -> Callable:
+    """`local_sgd` as one program for all keys, stepsizes and starts."""
     train = local.sgd(value_and_grad, sample, steps)
-    n = len(jax.tree.leaves(data)[0])
 
-    def one(id, data):
-        return train(jax.random.fold_in(key, id), stepsize, params, data)[0]
+    def every(key, stepsize, params, data):
+        def one(id, data):
+            return train(jax.random.fold_in(key, id), stepsize, params, data)[0]
 
-    return jax.jit(over(one))(jnp.arange(n), data)
+        return over(one)(jnp.arange(len(jax.tree.leaves(data)[0])), data)
+
+    return jax.jit(every)

@@ -210,8 +210,10 @@ def classification(module: nn.Module) -> Classification:
     ((), 2)
     """
 
+    begin = jax.jit(module.init)  # once, so that every seed has the same program
+
     def init(key: Key, inputs: Any) -> PyTree:
-        variables = jax.jit(module.init)(key, inputs)
+        variables = begin(key, inputs)
         if set(variables) != {"params"}:
             raise ValueError(f"{type(module).__name__} has variables {sorted(variables)}; allowed: 'params' alone")
         return variables["params"]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from commjax import compressors as c
-from commjax import prox
+from commjax import prox, runner
 from commjax.algorithms import ef_bv
 from commjax.problems import quadratic
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 N, D = 3, 4
 GAMMA, LAM, NU, WEIGHT = 0.11, 0.4, 0.7, 0.5
 PROBLEM = quadratic.random(0, N, D, mu=0.3, L=3.0)
@@ -43,3 +44,20 @@ def test_a_step_is_the_numpy_update_for_one_of_the_enumerated_outcomes(compresso
         np.testing.assert_array_equal(state.clients.id, np.arange(N))
         assert state.server.round == 1
     assert len(seen) > 1 or len(probability) == 1  # the keys draw different outcomes
+
+
+def test_bfloat16_params_with_float32_shifts_do_not_drift_and_pay_for_bfloat16():
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), PROBLEM)
+    x, hparams = jnp.ones(D, jnp.bfloat16), ef_bv.HParams(0.1, 0.3, 0.3)
+    drift, bits = [], []
+    for dtype, compressor in ((jnp.bfloat16, c.top_k(1)), (jnp.float32, c.rounded(c.top_k(1), jnp.bfloat16))):
+        algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
+        state = algorithm.init(x, jnp.arange(N), shift=jnp.zeros((N, D), dtype))
+        assert {leaf.dtype for leaf in (state.server.shift, state.clients.shift)} == {jnp.dtype(dtype)}
+        state, metrics = runner.run(jax.random.key(0), algorithm, hparams, state, data, 300)
+        assert state.server.params.dtype == jnp.bfloat16 and state.server.shift.dtype == dtype
+        h, rows = (np.asarray(leaf, np.float64) for leaf in (state.server.shift, state.clients.shift))
+        drift.append(np.abs(h - rows.mean(0)).max())
+        bits.append(metrics.bits_up)
+    assert drift[0] > 1e-3 and drift[1] < 1e-5
+    np.testing.assert_array_equal(bits[0], bits[1])

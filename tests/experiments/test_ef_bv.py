@@ -10,11 +10,11 @@ from commjax.records import Record
 from experiments import ef_bv, ef_bv_table
 from experiments.claims import ef_bv as claims
 
-TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=5, progress=False)
+TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=4, progress=False)
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path, compile_quickly):
     return dataclasses.replace(TINY, out=tmp_path)
 
 
@@ -101,7 +101,7 @@ def row(data, i):
 
 
 def test_ablations_and_stepsizes_draw_their_figures(settings):
-    settings = dataclasses.replace(settings, rounds=6)
+    settings = dataclasses.replace(settings, rounds=6, chunk=6)
     rows = ef_bv.ablate_k(settings)
     assert [r["value"] for r in rows] == [1, 3, 7, 15, 22, 30]
     assert rows[0]["predicted"] == pytest.approx(1)  # k' = k: one method
@@ -154,10 +154,10 @@ def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, t
     settings = dataclasses.replace(ef_bv.Settings(), rounds=250, out=tmp_path, progress=False)
     record = ef_bv.compare(ef_bv.problem(name, settings, xi), k, settings, "run")
     rows = ef_bv.bits_to_targets(record, (0.99, 0.98, 0.97))
-    assert len(rows) >= 2
-    for found in rows:
-        assert found["ratio"] < 1
-    assert rows[-1]["ratio"] == pytest.approx(record.config["predicted"], rel=0.1)
+    assert all(found["ratio"] < 1 for found in rows)  # also where EF21 does not arrive
+    both = [found["ratio"] for found in rows if np.isfinite(found["bits"]).all()]
+    assert len(both) >= 2
+    assert both[-1] == pytest.approx(record.config["predicted"], rel=0.1)
 
 
 def test_a_command_that_is_given_again_runs_no_finished_panel_twice(settings, monkeypatch):
