@@ -90,6 +90,9 @@ class Round(NamedTuple):
     n: int
     send: Callable[[PyTree], Message]
     secret: Key | None = None
+    run: Key | None = (
+        None  # of the whole run, of which `key` is this round's; for methods whose rounds are not their own (Scafflix's coins)
+    )
 
     @property
     def own_key(self) -> Key:
@@ -102,16 +105,44 @@ StepFn = Callable[
 ]  # metrics: `Metrics`, or more fields after them; (key, hparams, state, batch, *, axis_name=None)
 
 
+class Codec(NamedTuple):
+    """How a message is written that depends on the client: FedP3's layers.  Nothing is lost that the other side uses."""
+
+    bits: Callable[[Any, int], float]  # (server, id) -> its price
+    write: Callable[
+        ..., Any
+    ]  # down: (key, server, ids, n) -> bytes for each of them; up: (key, x, id, n) -> bytes.  key: the round's
+    read: Callable[
+        ..., Any
+    ]  # (key, data, server, id, n) -> down: the fields `down` (one: itself, more: a tuple); up: x
+
+
 class Exchange(NamedTuple):
-    """The two halves of a method that exchanges once a round, for whoever runs them in two places (`commjax.flower`)."""
+    """The two halves of a method that exchanges once a round, for whoever runs them in two places (`commjax.flower`).
+
+    The second part is for methods that are no `clients.federated`, and for letters that are not the same to all.
+    """
 
     client_step: Callable[..., tuple[Any, Message, Any]]  # (round, hparams, server, client, data)
-    server_step: Callable[..., Any]  # (hparams, server, mean of the messages)
+    server_step: Callable[..., Any] | None  # (hparams, server, mean of the messages)
     bits_down: Callable[[Any], float]  # (server) -> price of what a client receives
     down: tuple[str, ...]  # the fields of `server` that a client receives; a message up has their structure
     compressor: Compressor | None  # of the messages; None: as they are
     cohort_size: int | None  # how many take part in a round; None: all
     private: bool = False  # `own_key` must be secret and the loss must not be sent: what it hides is a client's data
+
+    letter: Codec | None = None  # down; None: the fields as they are
+    reply: Codec | None = None  # up; None: the compressor's encoding
+    members: Callable[..., Any] | None = (
+        None  # (key, round, n) -> ids of those who take part; None: `cohort_size` at random
+    )
+    joined: Callable[..., Any] | None = (
+        None  # (key, hparams, server, ids, messages) -> server; None: `server_step` of their mean
+    )
+    start: Callable[[State], State] | None = None  # what each side remembers, where that is not what `init` makes
+    commit: Callable[..., Any] | None = (
+        None  # (hparams, server, client) -> client, at the letter after a message that was counted
+    )
 
 
 class Algorithm(NamedTuple):

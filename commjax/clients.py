@@ -1,13 +1,14 @@
 """The client axis: one verb down, one verb up, and the round made of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from commjax.base import Algorithm, Compressor, Exchange, InitFn, Key, Message, Metrics, Round, State
+from commjax.base import Algorithm, Codec, Compressor, Exchange, InitFn, Key, Message, Metrics, Round, State
 
 
 class PaddedAxis(str):
@@ -170,6 +171,7 @@ def federated(
     compressor: Compressor | None = None,
     down: tuple[str, ...] = ("params",),
     private: bool = False,
+    letter: Codec | None = None,
 ) -> Algorithm:
     """A method that exchanges once a round.
 
@@ -179,13 +181,13 @@ def federated(
 
     The message is `round.send(x)`: C(x), or x itself without a `compressor`.  `down` names the fields of `server` that a
     client may read, besides `round`; a method that keeps to both can leave the simulation (`commjax.flower`).  `private`: its
-    noise comes from `round.own_key`, which is then a secret of the client.
+    noise comes from `round.own_key`, which is then a secret of the client.  `letter`: what each client is sent, where that is not all of `down`.
 
     The client axis is a `vmap` (or `over`, see `one_by_one`); devices are an `axis_name`.  With `cohort_size` m, m clients
     drawn at random take part in a round; the messages and the loss are averaged over them, bits over all n clients.
     """
     check_cohort(cohort_size)
-    exchange = Exchange(client_step, server_step, bits_down, down, compressor, cohort_size, private)
+    exchange = Exchange(client_step, server_step, bits_down, down, compressor, cohort_size, private, letter)
 
     def step(key, hparams, state, batch, *, axis_name=None):
         key_round = jax.random.fold_in(key, state.server.round)
@@ -194,7 +196,8 @@ def federated(
         received = broadcast(state.server, axis_name)
 
         def one(client, data):
-            round = Round(key_round, client.id, n, lambda x: message_of(exchange, key_round, x, client.id, n))
+            send = partial(message_of, exchange, key_round, id=client.id, n=n)
+            round = Round(key_round, client.id, n, send, run=key)
             return client_step(round, hparams, received, client, data)
 
         rows, message, loss = over(one)(here.take(state.clients), here.take(batch))

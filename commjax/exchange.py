@@ -4,8 +4,8 @@
     client   answer(contract, id, data, memory, letter)  ->  what it remembers, and its sealed reply
     server   close(contract, server, replies)        ->  the next server, and a report of what was sent
 
-The payload up is `compressor.encode`, the payload down the raw leaves of the fields that the method names (`Exchange.down`), and
-both have exactly the bits of the simulation's ledger.  Client and server add the decoded message, so that h = mean_i h_i holds bit
+The payload up is `compressor.encode`, the payload down the raw leaves of the fields that the method names (`Exchange.down`), unless the
+method writes them itself, client by client (`Exchange.letter` and `reply`).  Both have exactly the bits of the simulation's ledger.  Client and server add the decoded message, so that h = mean_i h_i holds bit
 for bit.  A client commits a round only when the server's next letter says that its message was counted: a reply that came too late
 changes nothing on either side.
 
@@ -17,7 +17,6 @@ The limits: that count is in the client's `Memory`, and is of one run; the secre
 floating-point noise are good statistics, but no cryptography.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -29,30 +28,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax import agreement, checkpoint, clients
-from commjax.base import Algorithm, Exchange, InitFn, Key, Message, Round
+from commjax import clients
+from commjax.base import Exchange, Key, Message, Round
 from commjax.compressors import wire
 from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
-from commjax.runner import BatchFn, full_batch
+from commjax.contract import (
+    Contract,
+    fingerprint,
+    halves,
+    key_round,
+    keys_of,
+    members,
+    price_down,
+    received_fields,
+    start,
+)
+from commjax.runner import BatchFn
+
+__all__ = [
+    "AbsentError", "Contract", "Memory", "Report", "answer", "close", "fingerprint", "first_memory", "halves", "letters", "members",
+    "start",
+]  # fmt: skip
 
 
 class AbsentError(RuntimeError):
     """A client did not answer, and the method's theory has no place for that."""
-
-
-class Contract(NamedTuple):
-    """What all parties know before the run begins, and must agree on."""
-
-    algorithm: Algorithm  # made by `clients.federated`
-    hparams: Any
-    init: (
-        InitFn  # (ids) -> State; a client calls it with its own id only, and nobody but the server reads `State.server`
-    )
-    n: int  # clients, numbered from 0
-    key: Key  # of the run, as in `runner.run`
-    batch_fn: BatchFn = full_batch
-    run: int = 0  # which run of this contract, 64 bits
-    rounds: int | None = None  # that a client answers, at most; needed by private methods
 
 
 class Memory(NamedTuple):
@@ -74,31 +74,6 @@ class Report(NamedTuple):
     absent: dict[int, str]  # id -> why
 
 
-def halves(contract: Contract) -> Exchange:
-    """The method's exchange, or a ValueError that says why it cannot leave the simulation."""
-    exchange = contract.algorithm.exchange
-    if exchange is None:
-        raise ValueError("algorithm must exchange once a round (clients.federated); this one has no exchange")
-    server = jax.eval_shape(contract.init, jnp.arange(contract.n)).server
-    priced, sent = float(exchange.bits_down(server)), clients.dense_bits(_received(exchange, server))
-    if priced != sent:
-        raise ValueError(f"down={exchange.down} has {sent} bits, but the algorithm's ledger says {priced:g}")
-    if exchange.private and contract.rounds is None:
-        raise ValueError(
-            "rounds must be given with a private method: its clients answer so many, as the accountant counts"
-        )
-    if exchange.private and contract.batch_fn is not full_batch:
-        raise ValueError(
-            "batch_fn must be full_batch with a private method, which draws its rows from a secret key itself"
-        )
-    return exchange
-
-
-def _received(exchange: Exchange, server: Any) -> PyTree:
-    fields = tuple(getattr(server, name) for name in exchange.down)
-    return fields[0] if len(fields) == 1 else fields
-
-
 @cache
 def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
     """Four compiled functions: the client before and after it sends, the server's step, the length of a message."""
@@ -107,7 +82,7 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
         key_step, key_batch = (jax.random.fold_in(key, server.round) for key in keys[:2])
         batch = batch_fn(key_batch, row.id[None], jax.tree.map(lambda leaf: leaf[None], data))
         own = jax.tree.map(lambda leaf: leaf[0], batch)
-        return exchange.client_step(Round(key_step, row.id, n, send, keys[2]), hparams, server, row, own)
+        return exchange.client_step(Round(key_step, row.id, n, send, keys[2], keys[0]), hparams, server, row, own)
 
     @jax.jit
     def before(keys, hparams, server, row, data):
@@ -120,10 +95,11 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
             message = clients.message_of(exchange, jax.random.fold_in(keys[0], server.round), x, row.id, n)
             return message
 
-        _, returned, loss = client_side(send, keys, hparams, server, row, data)
+        row, returned, loss = client_side(send, keys, hparams, server, row, data)
         if len(sent) != 1 or returned is not message:
             raise ValueError(f"client_step must return what one round.send gave it, it called it {len(sent)} times")
-        return sent[0], loss
+        # What is sent as it is is known at once: no second program, and no other rounding.
+        return sent[0], loss, row if exchange.compressor is None else None
 
     @jax.jit
     def after(keys, hparams, server, row, data, value):
@@ -131,7 +107,10 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
         return client_side(lambda x: Message(value, jnp.zeros(())), keys, hparams, server, row, data)[0]
 
     @jax.jit
-    def step(hparams, server, values):
+    def step(key, hparams, server, ids, values):
+        if exchange.joined is not None:
+            return exchange.joined(key, hparams, server, ids, values)
+        assert exchange.server_step is not None
         return exchange.server_step(hparams, server, clients.mean(values))
 
     @jax.jit
@@ -141,47 +120,24 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
     return before, after, step, price
 
 
-def _keys(contract: Contract) -> tuple[Key, Key]:
-    key_step, key_batch = jax.random.split(contract.key)  # as in `runner.run`
-    return key_step, key_batch
-
-
-@cache
-def _code(exchange: Exchange, batch_fn: BatchFn) -> str:
-    return agreement.digest((exchange.client_step, exchange.server_step, batch_fn))
-
-
-def fingerprint(contract: Contract) -> int:
-    """64 bits of everything that both sides must agree on: a message of another contract is foreign."""
-    exchange = halves(contract)
-    server = contract.init(jnp.arange(contract.n)).server
-    name = exchange.compressor.name if exchange.compressor else "dense"
-    about = checkpoint.fingerprint(contract.key, contract.hparams, start=server)
-    code = _code(exchange, contract.batch_fn)
-    plain = (exchange.down, exchange.cohort_size, exchange.private, contract.n, contract.run, contract.rounds)
-    text = repr((sorted(about.items()), name, code, plain))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-def members(contract: Contract, round: int) -> list[int]:
-    """Who takes part in this round."""
-    exchange, ids = halves(contract), jnp.arange(contract.n)
-    if exchange.cohort_size is None or exchange.cohort_size == contract.n:
-        return list(range(contract.n))
-    key = jax.random.fold_in(jax.random.fold_in(_keys(contract)[0], round), contract.n)
-    return np.flatnonzero(clients.cohort_members(key, ids, contract.n, exchange.cohort_size)).tolist()
-
-
 def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
     """What the server sends in this round, by client; `counted`: the last round in which each was counted, -1 before."""
-    round, run = int(server.round), fingerprint(contract)
-    payload = wire.encode_tree(_received(halves(contract), server))
-    return {i: seal(Header("down", run, round, i, counted.get(i, -1)), payload) for i in members(contract, round)}
+    exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
+    asked = members(contract, round)
+    if exchange.letter is None:
+        payloads = [wire.encode_tree(received_fields(exchange, server))] * len(asked)
+    else:
+        payloads = exchange.letter.write(key_round(contract, round), server, asked, contract.n)
+    for i, payload in zip(asked, payloads, strict=True):
+        if 8 * len(payload) != price_down(exchange, server, i):
+            price = price_down(exchange, server, i)
+            raise ValueError(f"the letter to client {i} has {8 * len(payload)} bits, but the ledger says {price:g}")
+    return {i: seal(Header("down", run, round, i, counted.get(i, -1)), one) for i, one in zip(asked, payloads)}
 
 
 def first_memory(contract: Contract, id: int) -> Memory:
     """Before a client has spoken"""
-    row = jax.tree.map(lambda leaf: leaf[0], contract.init(jnp.asarray([id])).clients)
+    row = jax.tree.map(lambda leaf: leaf[0], start(contract, jnp.asarray([id])).clients)
     return Memory(wire.encode_tree(row), -1, b"", -1)
 
 
@@ -196,6 +152,12 @@ def _committed(memory: Memory, id: int, counted: int) -> Memory:
     )
 
 
+@cache
+def _commit(exchange: Exchange) -> Any:
+    assert exchange.commit is not None
+    return jax.jit(exchange.commit)
+
+
 def _new_secret() -> Key:
     return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)), impl="threefry2x32")
 
@@ -208,9 +170,8 @@ def answer(
     Of a private method, keep the memory before the reply leaves.  `secret`: for tests; by default one that nobody knows.
     """
     exchange, run = halves(contract), fingerprint(contract)
-    start = contract.init(jnp.asarray([id]))
-    like = _received(exchange, start.server)
-    header, payload = unseal(letter, kind="down", run=run, limit=clients.dense_bits(like) // 8)
+    first = start(contract, jnp.asarray([id]))
+    header, payload = unseal(letter, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
     if header.client != id:
         raise RefusedError(f"foreign: a letter to client {header.client}, this is client {id}")
     if exchange.private:
@@ -222,24 +183,36 @@ def answer(
             )
     elif secret is not None:
         raise ValueError("secret: this method is not private; allowed: None")
-    memory = _committed(memory, id, header.counted)
-    row = jax.tree.map(jnp.asarray, wire.decode_tree(memory.row, jax.tree.map(lambda leaf: leaf[0], start.clients)))
     # What is not sent is None, so that a method cannot read it.
-    received = wire.decode_tree(payload, like)
+    key = key_round(contract, header.round)
+    try:
+        if exchange.letter is None:
+            received = wire.decode_tree(payload, received_fields(exchange, first.server))
+        else:
+            received = exchange.letter.read(key, payload, first.server, id, contract.n)
+    except ValueError as error:
+        raise RefusedError(f"malformed: {error}") from error
     fields = dict(zip(exchange.down, (received,) if len(exchange.down) == 1 else received))
-    blank = type(start.server)(*(None for _ in start.server))
-    server = blank._replace(round=jnp.asarray(header.round, start.server.round.dtype), **fields)
+    blank = type(first.server)(*(None for _ in first.server))
+    server = blank._replace(round=jnp.asarray(header.round, first.server.round.dtype), **fields)
+
+    known, memory = memory.last, _committed(memory, id, header.counted)
+    row = jax.tree.map(jnp.asarray, wire.decode_tree(memory.row, jax.tree.map(lambda leaf: leaf[0], first.clients)))
+    if exchange.commit is not None and memory.last != known:
+        row = _commit(exchange)(contract.hparams, server, row)
+        memory = memory._replace(row=wire.encode_tree(row))
 
     before, after, _, _ = _programs(exchange, contract.n, contract.batch_fn)
-    everything = ((*_keys(contract), secret), contract.hparams, server, row, data)
-    x, loss = before(*everything)
-    key_round = jax.random.fold_in(everything[0][0], header.round)
-    if exchange.compressor is None:
-        sent, value = wire.encode_tree(x), x
+    everything = ((*keys_of(contract), secret), contract.hparams, server, row, data)
+    x, loss, new = before(*everything)
+    if exchange.reply is not None:
+        sent = exchange.reply.write(key, x, id, contract.n)
+    elif exchange.compressor is None:
+        sent = wire.encode_tree(x)
     else:
-        sent = exchange.compressor.encode(key_round, x, id, contract.n)
-        value = exchange.compressor.decode(key_round, sent, x, id, contract.n)
-    pending = wire.encode_tree(after(*everything, value))
+        sent = exchange.compressor.encode(key, x, id, contract.n)
+        new = after(*everything, exchange.compressor.decode(key, sent, x, id, contract.n))
+    pending = wire.encode_tree(new)
     told = math.nan if exchange.private else float(loss)
     reply = seal(Header("up", run, header.round, id, loss=told), sent)
     return memory._replace(pending=pending, pending_round=header.round), reply
@@ -248,15 +221,21 @@ def answer(
 def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> tuple[PyTree, float, int]:
     """(value, loss, payload bytes) of a reply, or a ValueError"""
     exchange, round = halves(contract), int(server.round)
-    like = _received(exchange, server)
-    key_round = jax.random.fold_in(_keys(contract)[0], round)
-    price = _programs(exchange, contract.n, contract.batch_fn)[3]
-    header, payload = unseal(reply, kind="up", run=run, limit=int(price(key_round, like, id)) // 8)
+    like, key = received_fields(exchange, server), key_round(contract, round)
+    if exchange.reply is not None:
+        bits = exchange.reply.bits(server, id)
+    else:
+        bits = _programs(exchange, contract.n, contract.batch_fn)[3](key, like, id)
+    header, payload = unseal(reply, kind="up", run=run, limit=int(bits) // 8)
     if (header.client, header.round) != (id, round):
         raise RefusedError(f"foreign: from client {header.client} in round {header.round}, not {id} in {round}")
-    if exchange.compressor is None:
-        return wire.decode_tree(payload, like), header.loss, len(payload)
-    return exchange.compressor.decode(key_round, payload, like, id, contract.n), header.loss, len(payload)
+    if exchange.reply is not None:
+        value = exchange.reply.read(key, payload, server, id, contract.n)
+    elif exchange.compressor is None:
+        value = wire.decode_tree(payload, like)
+    else:
+        value = exchange.compressor.decode(key, payload, like, id, contract.n)
+    return value, header.loss, len(payload)
 
 
 def close(
@@ -281,12 +260,12 @@ def close(
         who = "; ".join(f"client {i}: {why}" for i, why in sorted(absent.items()))
         name = exchange.compressor.name if exchange.compressor else "an uncompressed message"
         raise AbsentError(f"round {round}: {who}.  {name} has no theory for an absent client; compressors.m_nice has")
-    nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), _received(exchange, server))
+    nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), received_fields(exchange, server))
     values = [opened[i][0] if i in opened else nothing for i in asked]
     stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *values)
     step = _programs(exchange, contract.n, contract.batch_fn)[2]
-    down = clients.dense_bits(_received(exchange, server)) * len(asked) / contract.n
-    return step(contract.hparams, server, stacked), Report(
+    down = sum(price_down(exchange, server, i) for i in asked) / contract.n
+    return step(keys_of(contract)[0], contract.hparams, server, jnp.asarray(asked, jnp.int32), stacked), Report(
         loss=float(np.mean([loss for _, loss, _ in opened.values()])),
         bits_up=8 * sum(size for _, _, size in opened.values()) / contract.n,
         bits_down=down,

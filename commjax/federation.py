@@ -130,8 +130,10 @@ def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
 def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
     """The cohort's size, and whether it is a compressor's"""
     exchange = algorithm.exchange
-    if exchange is None:
-        raise ValueError("algorithm: it does not exchange once a round, and its theory has no cohorts of this kind")
+    if exchange is None or exchange.server_step is None:
+        raise ValueError(
+            "algorithm: it does not exchange once a round, or its server makes more of the messages than a mean; allowed: clients.federated"
+        )
     own = exchange.cohort_size
     if own is None and exchange.compressor is None:
         raise ValueError(
@@ -154,7 +156,8 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
     """
     m, joint = _size(algorithm, n, size)
     exchange = algorithm.exchange
-    assert exchange is not None
+    assert exchange is not None and exchange.server_step is not None
+    server_step = exchange.server_step
 
     def step(key, hparams, server, rows, batch):
         key_round = jax.random.fold_in(key, server.round)
@@ -165,13 +168,13 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
                 value, bits = clients.message_of(exchange, key_message, x, client.id, n)
                 return Message(tree.scale(n / m, value) if joint else value, bits)
 
-            return exchange.client_step(Round(key_round, client.id, n, send), hparams, server, client, data)
+            return exchange.client_step(Round(key_round, client.id, n, send, run=key), hparams, server, client, data)
 
         rows, (value, bits), loss = jax.vmap(one)(rows, batch)
         value = clients.mean(value)
         value = tree.scale(m / n, value) if joint else value  # the others sent 0
         down = jnp.asarray(m / n * exchange.bits_down(server), bits.dtype)
-        return exchange.server_step(hparams, server, value), rows, Metrics(jnp.mean(loss), m / n * jnp.mean(bits), down)
+        return server_step(hparams, server, value), rows, Metrics(jnp.mean(loss), m / n * jnp.mean(bits), down)
 
     return jax.jit(step)
 

@@ -123,7 +123,7 @@ def drive(
 ) -> Any:
     """`rounds` rounds on Flower's grid; the last server.  Whoever was absent in a round is not waited for in the next."""
     nodes = _roll_call(flwr, grid, contract, timeout)
-    server = contract.init(jnp.arange(contract.n)).server
+    server = exchange.start(contract, jnp.arange(contract.n)).server
     counted: dict[int, int] = {}
     missing: set[int] = set()
     for round in range(rounds):

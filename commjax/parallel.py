@@ -251,8 +251,8 @@ def bytes_up(algorithm: Algorithm, hparams: Any, state: State, batch: PyTree) ->
 
     On p devices a ring moves 2 (p - 1)/p times as many bytes a device; on one device, nothing.
     """
-    if algorithm.exchange is None:
-        raise ValueError("algorithm: it exchanges more than once a round, so that its bytes depend on its loops")
+    if algorithm.exchange is None or algorithm.exchange.server_step is None:
+        raise ValueError("algorithm: it exchanges more than once a round, or more than a mean: its bytes are its own")
     loss = jax.eval_shape(partial(algorithm.step, jax.random.key(0)), hparams, state, batch)[1]
     down = {name: getattr(state.server, name) for name in algorithm.exchange.down}
     scalars = (loss.loss, loss.bits_up)

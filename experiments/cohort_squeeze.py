@@ -36,11 +36,12 @@ from experiments.cohort_squeeze_grid import (
     Settings,
     bits_to,
     costs,
+    follow,
     grid,
     most_rows,
     problem,
     rounds_to,
-    sweep,
+    watched,
 )
 from experiments.cohort_squeeze_samplings import baselines, clusters, samplings, stepsizes
 
@@ -161,9 +162,10 @@ def by_solver(settings: Settings) -> list[dict]:
         len(settings.datasets), 2, figsize=size, layout="constrained", sharey="row", squeeze=False
     )
     for axes, name in zip(panels, settings.datasets):
-        one = problem(name, settings)
+        one, rival = problem(name, settings), None
         for solver in names:
-            found = grid(one, replace(settings, solver=solver))
+            found = grid(one, replace(settings, solver=solver), rival)
+            rival = found.localgd
             bits = bits_to(found, target)
             for axis, count in zip(axes, ("iterations", "evaluations")):
                 table = costs(found, target, 1.0, 0.0, count)[0].reshape(settings.most_local, -1)
@@ -254,16 +256,16 @@ def recommended(settings: Settings) -> list[dict]:
         gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
         facts = recommend.Facts(np.full(n, settings.mu), one.smoothness.L_i, gradients, start, one.clusters)
         found = grid(one, replace(settings, solver="cg"))
+        algorithms: dict[str, Any] = {}  # one object and whole chunks of rounds: one compiled program for each sampling
         for fraction in (0.1, 0.01, 0.001):
             for c1, c2 in ((1.0, 0.0), (0.1, 1.0)):
                 advice = recommend.recommend(facts, fraction * start, c1, c2)
-                algorithm = sppm_as.sppm_as(
-                    one.loss, advice.sampling, advice.solver, pool=stacked.pool(most_rows(one, advice.sampling))
-                )
-                label = f"{name}_recommended_{fraction:g}_{c1:g}"
-                record = sweep(
-                    one, algorithm, [sppm_as.HParams(advice.gamma, advice.K, 0.0)], settings, label, advice.T + 1
-                )
+                pool = stacked.pool(most_rows(one, advice.sampling))
+                made = watched(one, sppm_as.sppm_as(one.loss, advice.sampling, advice.solver, pool=pool))
+                algorithm = algorithms.setdefault(advice.sampling.name, made)
+                hparams = [sppm_as.HParams(advice.gamma, advice.K, 0.0)]
+                label, rounds = f"{name}_recommended_{fraction:g}_{c1:g}", 5 * -(-(advice.T + 1) // 5)
+                record = follow(one, algorithm, hparams, settings, label, rounds)
                 needed = rounds_to(record, fraction * start)[0]
                 asked = [
                     c1 * record.metrics["local_rounds"][0, seed, : int(T)].sum() + c2 * T if np.isfinite(T) else np.nan

@@ -5,7 +5,7 @@ Clients: k-means on the rows' features, each cluster cut into equal parts; a coh
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -62,7 +62,7 @@ class Settings:
     relative: tuple[float, ...] = (0.005, 0.001)
     hubs: tuple[float, ...] = (0.1, 0.05)  # c1 of `hierarchical`, where c2 = 1
     seed: int = 0  # of the clusters and the cohorts
-    at_once: int = 18  # settings that are computed side by side; the others follow in the same program
+    at_once: int = 21  # settings that are computed side by side; the others follow in the same program
     out: Path = Path("results/cohort_squeeze")  # records, figures
     progress: bool = True  # show a bar
 
@@ -82,18 +82,21 @@ class Problem(NamedTuple):
 
 def problem(name: str, settings: Settings) -> Problem:
     """Thesis: L4866."""
+    return _problem(name, settings.clusters, settings.per_cluster, settings.mu, settings.seed)
+
+
+@cache
+def _problem(name: str, count: int, per_cluster: int, mu: float, seed: int) -> Problem:
     dataset = load(name)
-    groups = partition.feature_wise(dataset.features, settings.clusters, seed=settings.seed)
-    if (least := min(map(len, groups))) < settings.per_cluster:
-        raise ValueError(
-            f"per_cluster={settings.per_cluster}; allowed: at most {least}, the rows of the smallest cluster"
-        )
-    rows = [part for group in groups for part in np.array_split(group, settings.per_cluster)]
-    clusters = list(np.arange(len(rows)).reshape(settings.clusters, settings.per_cluster))
+    groups = partition.feature_wise(dataset.features, count, seed=seed)
+    if (least := min(map(len, groups))) < per_cluster:
+        raise ValueError(f"per_cluster={per_cluster}; allowed: at most {least}, the rows of the smallest cluster")
+    rows = [part for group in groups for part in np.array_split(group, per_cluster)]
+    clusters = list(np.arange(len(rows)).reshape(count, per_cluster))
     data = jax.tree.map(jnp.asarray, stacked.stack(dataset, rows))
-    smoothness = logistic.constants(dataset, rows, settings.mu)
-    optimum = logistic.optimum(dataset, rows, settings.mu).params
-    return Problem(name, dataset, rows, clusters, data, smoothness, optimum, partial(logistic.loss, mu=settings.mu))
+    smoothness = logistic.constants(dataset, rows, mu)
+    optimum = logistic.optimum(dataset, rows, mu).params
+    return Problem(name, dataset, rows, clusters, data, smoothness, optimum, partial(logistic.loss, mu=mu))
 
 
 def watched(problem: Problem, algorithm: Algorithm) -> Algorithm:
@@ -173,8 +176,11 @@ def together(records: list[Record]) -> Record:
     return replace(records[0], metrics=merged)
 
 
-def grid(problem: Problem, settings: Settings) -> Grid:
-    """Equal caps in cost: LocalGD runs `cap` rounds, SPPM with K local rounds at least cap / K."""
+def grid(problem: Problem, settings: Settings, rival: Record | None = None) -> Grid:
+    """Equal caps in cost: LocalGD runs `cap` rounds, SPPM with K local rounds at least cap / K.
+
+    `rival`: LocalGD's record, if another solver's grid has it already.
+    """
     sampling = cohorts.stratified(problem.clusters)
     algorithm = watched(problem, sppm(problem, sampling, settings))
     # Sorted by K, so that a few neighbours at a time have inner loops of about equal length; three K at a time, which is one program
@@ -186,8 +192,8 @@ def grid(problem: Problem, settings: Settings) -> Grid:
         label, rounds = f"{problem.name}_{settings.solver}_{least}", 5 * -(-settings.cap // (5 * least))
         ours.append(follow(problem, algorithm, hparams, settings, label, rounds))
     stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
-    local_pairs = [(stepsize, steps) for stepsize in stepsizes for steps in range(1, settings.most_local + 1)]
-    theirs = sweep(
+    local_pairs = [(stepsize, steps) for steps in range(1, settings.most_local + 1) for stepsize in stepsizes]
+    theirs = rival or sweep(
         problem, local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
         [local_gd.HParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=settings.cap,
     )  # fmt: skip

@@ -14,11 +14,13 @@ import numpy as np
 
 from commjax.checkpoint import digest, write_atomically
 from commjax.llm import checkpoints, embedded, llama2c, perplexity, texts, tokens
-from commjax.llm.base import Model, Params
+from commjax.llm.base import Layers, Model, Params
 from commjax.pruning import model as pruning
 from commjax.pruning import recipe as recipes
-from commjax.pruning import statistics
 from commjax.pruning.recipe import Recipe, describe
+from commjax.pruning.scores import Score
+
+_BATCH = 8  # windows at a time
 
 
 @dataclass(frozen=True)
@@ -98,44 +100,43 @@ def measured(task: Task, recipe: Recipe | None) -> float:
     return perplexity.perplexity(perplexity.losses(task.model, params.outer, params.blocks, task.evaluation))
 
 
-def sampled(model: Model, recipe: Recipe) -> Callable[..., jax.Array]:
-    """nats a token as a pure function of model, windows and the key of a score that samples: a `vmap` of it is all seeds in one program."""
-    score = recipe.score.function(**recipe.score.options)
-    sparsity = recipe.sparsity or 0.0  # with a pattern it is not asked for
-
-    def pruned(h, key, block):
-        entering = model.block(block, h)[1]
-        for i, name in enumerate(model.linear):
-            W = block[name]["kernel"]
-            S = score(W, statistics.of(entering[name]), jax.random.fold_in(key, i))
-            mask = recipes.keep(recipe, S, sparsity)
-            block = block | {name: block[name] | {"kernel": jnp.where(mask, W, 0)}}
-        return model.block(block, h)[0], block
-
-    def nats(outer, stacked, calibration, evaluation, key):
-        keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(model.config.num_hidden_layers))
-        h = model.embed(outer, calibration)
-        _, blocks = jax.lax.scan(lambda h, one: pruned(h, *one), h, (keys, stacked))
-
-        def of_window(window):  # one at a time: the logits of all windows and seeds at once would be gigabytes
-            h = model.embed(outer, window[None])
-            h, _ = jax.lax.scan(lambda h, block: (model.block(block, h)[0], None), h, blocks)
-            logits = jax.nn.log_softmax(model.head(outer, h[:, :-1]).astype(jnp.float32))
-            return -jnp.mean(jnp.take_along_axis(logits, window[None, 1:, None], axis=-1))
-
-        return jnp.mean(jax.lax.map(of_window, evaluation))
-
-    return nats
-
-
 def over_seeds(task: Task, recipe: Recipe, seeds: int) -> list[float]:
-    """Perplexities of `recipe` with seeds 0, 1, ..."""
+    """Perplexities of `recipe` with seeds 0, 1, ...: calibration, scores and masks of all of them are one `vmap`.
+
+    A program for every layer shape and score, and one for the block, not one for the whole model: this compiles in seconds.
+    """
+    model, outer = task.model, task.params.outer
+    score, outputs = recipes.check(recipe, model)
     keys = jnp.stack([jax.random.key(seed) for seed in range(seeds)])
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *task.params.blocks)
-    # Arguments, because XLA would fold what is closed over.
-    data = task.params.outer, stacked, jnp.asarray(task.calibration), jnp.asarray(task.evaluation)
-    run = jax.jit(jax.vmap(sampled(task.model, recipe), in_axes=(None, None, None, None, 0)))
-    return np.exp(np.asarray(run(*data, keys), np.float64)).tolist()
+    hidden = [jnp.broadcast_to(h, (seeds, *h.shape)) for h in pruning.embed(model, outer, task.calibration, _BATCH)]
+    found: list[Layers] = []
+    for number, block in enumerate(task.params.blocks):
+        calibrated = jax.vmap(lambda hidden, block=block: pruning.calibrate(model, block, hidden, outputs))(hidden)
+        pruned = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (seeds, *leaf.shape)), block)
+        for i, name in enumerate(model.linear):
+            run = partial(_pruned, recipe, score, block[name]["kernel"])
+            kernels = jax.vmap(run)(calibrated[name].stats, jax.vmap(lambda key, at=(number, i): _fold(key, at))(keys))
+            pruned = pruned | {name: pruned[name] | {"kernel": kernels}}
+        if number + 1 < len(task.params.blocks):
+            hidden = [_advance(model.block, pruned, h) for h in hidden]
+        found.append(pruned)
+    one = ([jax.tree.map(lambda leaf, seed=seed: leaf[seed], block) for block in found] for seed in range(seeds))
+    return [perplexity.perplexity(perplexity.losses(model, outer, blocks, task.evaluation)) for blocks in one]
+
+
+def _fold(key, at: tuple[int, int]):
+    """The key of a layer of a block, as `pruning.prune` has it."""
+    return jax.random.fold_in(jax.random.fold_in(key, at[0]), at[1])
+
+
+def _pruned(recipe: Recipe, score: Score, W, stats, key):
+    return jnp.where(recipes.keep(recipe, score(W, stats, key), recipe.sparsity or 0.0), W, 0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _advance(function, blocks: Layers, h):
+    """A block of every seed."""
+    return jax.vmap(lambda block, h: function(block, h)[0])(blocks, h)
 
 
 class Kept(NamedTuple):

@@ -1,6 +1,7 @@
 """FedP3: each client trains some of the layers, is sent the others pruned, and sends back only what it trains."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from commjax import clients, layers, local, tree
-from commjax.algorithms import aggregation, fedp3_wire, submodels
+from commjax.algorithms import aggregation, fedp3_apart, fedp3_wire, submodels
 from commjax.algorithms.aggregation import Aggregation
 from commjax.algorithms.fedavg import HParams, Server, server_step
 from commjax.algorithms.submodels import LocalPruning, Pruning
@@ -88,7 +89,7 @@ def fedp3(
     table = how.logits(plan)
 
     def init(params: Params, ids: Int[Array, "n"], data: PyTree = None) -> State:
-        if len(ids) != len(plan.keep):
+        if len(ids) not in (1, len(plan.keep)):  # 1: a client by itself (`commjax.exchange`)
             raise ValueError(f"ids: {len(ids)} clients, but the plan is for {len(plan.keep)}")
         if len(plan.layers.of) != len(jax.tree.leaves(params)):
             raise ValueError(
@@ -99,7 +100,7 @@ def fedp3(
             local.check_batch(_batch_rows(sample, data), data)
         dtype = jax.tree.leaves(params)[0].dtype
         logits = jnp.asarray(table, dtype)[ids] if how.steps else None
-        head = tree.repeat(_head(plan, params), len(ids)) if local_head else None
+        head = tree.repeat(fedp3_wire.head(plan, params), len(ids)) if local_head else None
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids, head, logits))
 
     def step(key, hparams, state, batch, *, axis_name=None):
@@ -113,7 +114,7 @@ def fedp3(
         def one(client, data):
             key_own = jax.random.fold_in(key_round, client.id)
             model, loss = _client(method, over is not jax.vmap, key_own, hparams, params, made, client, data)
-            head = _head(plan, model) if local_head else None
+            head = fedp3_wire.head(plan, model) if local_head else None
             return client._replace(head=head), tree.sub(model, params), loss
 
         present = here.take(state.clients)
@@ -132,7 +133,8 @@ def fedp3(
         metrics = _metrics(method, local_head, server.params, present.id, losses, axis_name, here, members / n)
         return State(server_step(hparams, server, move), here.put(state.clients, rows)), metrics
 
-    return Algorithm(init, step)
+    halves = fedp3_apart.Halves(plan, method.pruning, method.local, steps, partial(_client, method, True), how, loss)
+    return Algorithm(init, step, fedp3_apart.exchange(halves, table, local_head, cohort))
 
 
 def _batch_rows(sample: Sample, data: PyTree) -> int:
@@ -149,10 +151,6 @@ def _check_rows(sample: Sample, data: PyTree) -> None:
     rows = max((leaf.shape[1] for leaf in jax.tree.leaves(data) if leaf.ndim > 1), default=0)
     if (size := _batch_rows(sample, data)) > rows:
         raise ValueError(f"sample draws batches of {size}, but a client has {rows} rows; allowed: at most {rows}")
-
-
-def _head(plan: Plan, params: Params) -> PyTree:
-    return layers.split(plan.layers, params, layers.chosen(plan.layers, plan.layers.names[-1:]))[0]
 
 
 def _metrics(method, local_head, params, ids, losses, axis_name, here, share):
@@ -189,7 +187,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
     plan, static = method.plan, isinstance(mine, np.ndarray)
     key_masks, key_steps = (jax.random.fold_in(key, method.steps + more) for more in (1, 2))
     start = params if client.head is None else layers.join(client.head, params)
-    start, masks = _sent(method, mine, key_masks, client.id, start, made)
+    start, masks = fedp3_wire.sent(plan, mine, key_masks, client.id, start, made)
     if method.others != "frozen":
         differentiated = np.ones(len(plan.layers.names), bool)
     own, rest = layers.split(plan.layers, start, differentiated)
@@ -197,7 +195,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
     def value(own, number, rows):
         model = layers.join(own, rest)
         if method.others == "masked":
-            model = _masked(model, masks)
+            model = fedp3_wire.masked(model, masks)
         key_step = jax.random.fold_in(key_steps, number)
         return method.loss(submodels.local_submodel(plan, method.local, key_step, client.id, mine, model), rows)
 
@@ -212,7 +210,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
 
     own, losses = jax.lax.scan(one, own, jnp.arange(method.steps))
     trained = layers.join(own, rest)
-    return _masked(trained, masks) if method.others == "masked" else trained, losses[0]
+    return fedp3_wire.masked(trained, masks) if method.others == "masked" else trained, losses[0]
 
 
 def _train(method, mine, differentiated, key, hparams, params, made, client, data):
@@ -223,30 +221,6 @@ def _train(method, mine, differentiated, key, hparams, params, made, client, dat
         return layers.join(layers.split(plan.layers, trained, mine)[0], params), loss
     keeps = layers.by_leaf(plan.layers, params, mine)
     return jax.tree.map(lambda yes, new, old: jnp.where(yes, new, old), keeps, trained, params), loss
-
-
-def _masked(model: Params, masks: list) -> Params:
-    leaves, structure = jax.tree.flatten(model)
-    zero = [jnp.zeros((), leaf.dtype) for leaf in leaves]
-    return structure.unflatten(
-        [leaf if mask is None else jnp.where(mask, leaf, none) for leaf, mask, none in zip(leaves, masks, zero)]
-    )
-
-
-def _sent(method, mine, key, id, params, made) -> tuple[Params, list]:
-    """W^l for l in L_i, P_i (.) W^l for the others; and the masks, None where a leaf is whole."""
-    plan, static = method.plan, isinstance(mine, np.ndarray)
-    wanted = submodels.pruned_leaves(plan, params)
-
-    def mask(position, leaf):
-        number = plan.layers.of[position]
-        if not wanted[position] or (static and mine[number]):
-            return None
-        found = submodels.client_mask(plan, key, id, position, leaf, made[position])
-        return found if static else found | mine[number]
-
-    masks = [mask(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
-    return _masked(params, masks), masks
 
 
 class Messages(NamedTuple):
@@ -273,7 +247,7 @@ def messages(
     key_own = jax.random.fold_in(key_round, id)
     made = submodels.server_masks(plan, method.pruning, jax.random.fold_in(key_round, n + 1), params)
     mine = plan.trained[id]
-    sent, masks = _sent(method, mine, jax.random.fold_in(key_own, steps + 1), id, params, made)
+    sent, masks = fedp3_wire.sent(plan, mine, jax.random.fold_in(key_own, steps + 1), id, params, made)
     model, _ = _train(method, mine, mine, key_own, hparams, params, made, client, data)
     local_head = state.clients.head is not None
     blocks = fedp3_wire.used(plan, method.local, id, params, local_head)

@@ -6,17 +6,51 @@ kept values.  Of a leaf that P_i leaves whole and ordered dropout of one ratio c
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PyTree
 
+from commjax import layers
 from commjax.algorithms import submodels
 from commjax.algorithms.submodels import LocalPruning, Pruning
-from commjax.base import Params
+from commjax.base import Key, Params
 from commjax.compressors import wire
 from commjax.plans import Plan, kept
+
+
+def sent(plan: Plan, mine: Any, key: Key, row: Any, params: Params, made: list) -> tuple[Params, list]:
+    """W^l for l in L_i (`mine`, static or traced), P_i (.) W^l for the others; and the masks, None where a leaf is whole.
+
+    `row` of the plan; `made`: `submodels.server_masks`.
+    """
+    static, wanted = isinstance(mine, np.ndarray), submodels.pruned_leaves(plan, params)
+
+    def mask(position, leaf):
+        number = plan.layers.of[position]
+        if not wanted[position] or (static and mine[number]):
+            return None
+        found = submodels.client_mask(plan, key, row, position, leaf, made[position])
+        return found if static else found | mine[number]
+
+    masks = [mask(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+    return masked(params, masks), masks
+
+
+def head(plan: Plan, params: Params) -> PyTree:
+    """The final layer, as a part of the tree"""
+    return layers.split(plan.layers, params, layers.chosen(plan.layers, plan.layers.names[-1:]))[0]
+
+
+def masked(model: Params, masks: list) -> Params:
+    """0 outside the masks; None: a leaf stays whole."""
+    leaves, structure = jax.tree.flatten(model)
+    zero = [jnp.zeros((), leaf.dtype) for leaf in leaves]
+    return structure.unflatten(
+        [leaf if mask is None else jnp.where(mask, leaf, none) for leaf, mask, none in zip(leaves, masks, zero)]
+    )
 
 
 def _shape(leaf) -> tuple[int, np.dtype]:
@@ -138,8 +172,23 @@ def read_down(
     blocks: list | None = None,
 ) -> PyTree:
     """What the client starts from, 0 outside `blocks`; `masks` only where they are drawn from the key, which the client then knows."""
+    return read_sent(plan, pruning, id, data, like, masks, local_head, blocks)[0]
+
+
+def read_sent(
+    plan: Plan,
+    pruning: Pruning,
+    id: int,
+    data: bytes,
+    like: Params,
+    masks: list | None = None,
+    local_head: bool = False,
+    blocks: list | None = None,
+) -> tuple[PyTree, list]:
+    """`read_down`, and the masks of P_i, None where a leaf is whole"""
     leaves, structure = jax.tree.flatten(like)
     found, start, final = [], 0, len(plan.layers.names) - 1
+    stays: list = [None] * len(leaves)
     blocks = blocks or [None] * len(leaves)
     for position, (leaf, layer, block) in enumerate(zip(leaves, plan.layers.of, blocks, strict=True)):
         if local_head and layer == final:
@@ -159,8 +208,10 @@ def read_down(
             at = np.flatnonzero(np.asarray(masks[position]).reshape(-1))
         else:
             at = wire.decode_indices(part[:cut], size, k)
-        flat = np.zeros(size, dtype)
+        flat, here = np.zeros(size, dtype), np.zeros(size, bool)
+        here[at] = True
+        stays[position] = jnp.asarray(here.reshape(leaf.shape))
         flat[at] = wire.decode_values(part[cut:], k, dtype)
         found.append(jnp.asarray(flat.reshape(leaf.shape)))
     _check_end("down", data, start)
-    return structure.unflatten(found)
+    return structure.unflatten(found), stays

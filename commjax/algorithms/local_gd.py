@@ -1,6 +1,7 @@
 """LocalGD on a sampled cohort: the rival of SPPM-AS."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Float
 
 from commjax import clients
 from commjax.algorithms.sppm_as import Server, check, flat_metrics, init, refused
-from commjax.base import Algorithm, State
+from commjax.base import Algorithm, Exchange, State
 from commjax.cohorts import Sampling
 from commjax.prox import cohort
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED
@@ -30,29 +31,59 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
     Thesis: LocalGD, MB-GD and MB-LocalGD (L2258, L2304).  One round costs one aggregation.  Weights 1/|S| (P3).
     """
 
+    def trained(hparams, params, data):
+        """A member's model after its steps, as one vector; and its first loss"""
+        x, unravel = ravel_pytree(params)
+
+        def one(number, x):
+            return x - jnp.asarray(hparams.stepsize, x.dtype) * ravel_pytree(value_and_grad(unravel(x), data)[1])[0]
+
+        return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
+
+    def advanced(hparams, server, mean):
+        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps)
+        before, restore = ravel_pytree(server.params)
+        return Server(server.round + 1, restore(jnp.where(bad, before, mean)))
+
     def step(key, hparams, state, batch, *, axis_name=None):
         check(stepsize=hparams.stepsize, steps=hparams.steps)
         server = state.server
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
         draw = draw._replace(weights=cohort.shares(draw))
         members = cohort.gather(draw, state.clients.id, batch, axis_name)
-        x, unravel = ravel_pytree(clients.broadcast(server.params, axis_name))
-
-        def train(data):
-            def one(number, x):
-                return x - jnp.asarray(hparams.stepsize, x.dtype) * ravel_pytree(value_and_grad(unravel(x), data)[1])[0]
-
-            return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
-
-        found = jax.vmap(train)(members.data)
-        mean, loss = cohort.add_up(found, members, members.weights.astype(x.dtype), axis_name)
-        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps)
-        code = jnp.where(bad, BROKE_DOWN, CONVERGED)
+        received = clients.broadcast(server.params, axis_name)
+        models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
+        mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
+        code = jnp.where(refused(stepsize=hparams.stepsize, steps=hparams.steps), BROKE_DOWN, CONVERGED)
         metrics = flat_metrics(loss, cohort.price(draw, n, server.params), 1, hparams.steps, code=code)
-        before, restore = ravel_pytree(server.params)
-        return State(Server(server.round + 1, restore(jnp.where(bad, before, mean))), state.clients), metrics
+        return State(advanced(hparams, server, mean), state.clients), metrics
 
-    return Algorithm(init, step)
+    def client_step(round, hparams, server, client, data):
+        check(stepsize=hparams.stepsize, steps=hparams.steps)
+        model, loss = trained(hparams, server.params, data)
+        return client, round.send(ravel_pytree(server.params)[1](model)), loss
+
+    def drawn(key, round, n):
+        if sampling.n != n:
+            raise ValueError(f"sampling is over {sampling.n} clients, the contract has {n}")
+        draw = sampling.sample(jax.random.fold_in(key, round))
+        return np.unique(draw.ids[draw.mask])
+
+    def joined(key, hparams, server, ids, models):
+        """In the slots of the draw, as in the simulation; a slot without a member has weight 0."""
+        draw = sampling.sample(jax.random.fold_in(key, server.round))
+        rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
+        slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
+        shares = cohort.shares(draw).astype(rows.dtype)
+        return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))
+
+    def bits_down(server):
+        return clients.dense_bits(server.params)
+
+    exchange = Exchange(
+        client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined
+    )  # fmt: skip
+    return Algorithm(init, step, exchange)
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:

@@ -11,12 +11,23 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from commjax import clients, local, tree
-from commjax.algorithms.flix import checked_alpha, checked_optimum, mixture, own
-from commjax.base import Algorithm, Key, Params, State
+from commjax.algorithms import scafflix_apart
+from commjax.algorithms.flix import checked_alpha, checked_optimum
+from commjax.algorithms.scafflix_round import (
+    Client,
+    Server,
+    close,
+    coin,
+    first_heads,
+    keys_of,
+    local_step,
+    next_move,
+    train,
+    upload,
+)
+from commjax.base import Algorithm, Params, State
 from commjax.local import Sample, ValueAndGrad
 from commjax.theory import scafflix as theory
-
-MOST_STEPS = 1_000_000  # of one round, so that no p can make a program that does not end
 
 
 class HParams(NamedTuple):
@@ -27,72 +38,11 @@ class HParams(NamedTuple):
     p: Any
 
 
-class Server(NamedTuple):
-    round: Int[Array, ""]
-    params: Params  # xbar of the last communication
-    iterations: Int[Array, ""]  # t
-    communications: Int[Array, ""]
-
-
-class Client(NamedTuple):
-    id: Int[Array, "*n"]
-    drift: PyTree  # e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), since the last communication; None if 0
-    shift: PyTree  # h_i
-    optimum: PyTree  # x_i*, or None where alpha = 1
-
-
 class Metrics(NamedTuple):
     loss: Shaped[Array, "..."]  # mean f_i(xtilde_i) at the models with which the round began
     bits_up: Shaped[Array, "..."]  # sent by one client, mean over clients
     bits_down: Shaped[Array, "..."]
     iterations: Shaped[Array, "..."]  # local steps of a participating client in this round
-
-
-class _Keys(NamedTuple):
-    coin: Key
-    cohort: Key
-    rows: Key
-
-
-def _keys(key: Key) -> _Keys:
-    return _Keys(*jax.random.split(key, 3))
-
-
-def _local_step(value_and_grad, sample, key, hparams, params, client, data, t):
-    """e <- e - gamma_i (g_i - h_i) with g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e)"""
-    model = tree.add(_start(hparams, params, client), client.drift)
-    rows = sample(jax.random.fold_in(jax.random.fold_in(key, t), client.id), data)
-    loss, grad = value_and_grad(model, rows)
-    step = tree.sub(grad, client.shift)
-    return client._replace(drift=tree.add_scaled(client.drift, -own(hparams.gamma, client.id), step)), loss
-
-
-def _start(hparams, params, client):
-    return params if client.optimum is None else mixture(_alpha(hparams, client), params, client.optimum)
-
-
-def _alpha(hparams, client):
-    """1 where there is no x_i* to mix with, whatever hparams say"""
-    return 1.0 if client.optimum is None else own(hparams.alpha, client.id)
-
-
-def _upload(hparams, client):
-    """(alpha_i / gamma_i) e_i, and alpha_i^2 / gamma_i, which the server knows"""
-    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
-    return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
-
-
-def _move(up, weight):
-    """xbar - (the last xbar) = sum_i (alpha_i/gamma_i) e_i / sum_i alpha_i^2/gamma_i; nobody moves it if every alpha_i is 0"""
-    return tree.scale(jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0), up)
-
-
-def _close(hparams, move, client):
-    """h_i <- h_i + (p/gamma_i) (alpha_i (xbar - last xbar) - e_i), e_i <- 0"""
-    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
-    surprise = tree.sub(tree.scale(alpha, move), client.drift)
-    shift = tree.add_scaled(client.shift, hparams.p / gamma, surprise)
-    return client._replace(drift=tree.zeros_like(client.drift), shift=shift)
 
 
 def _traffic(key, communications, n, cohort, params):
@@ -193,30 +143,22 @@ def scafflix(
     clients.check_cohort(cohort)
 
     def step(key, hparams, state, batch, *, axis_name=None):
-        keys, server = _keys(key), state.server
+        keys, server = keys_of(key), state.server
         n = clients.count(state.clients.id, axis_name)
         here = clients.cohort(
             jax.random.fold_in(keys.cohort, server.communications), state.clients.id, cohort, axis_name
         )
-        last = _first_heads(keys.coin, hparams.p, server.iterations)
+        last = first_heads(keys.coin, hparams.p, server.iterations)
         received = clients.broadcast(server.params, axis_name)
 
-        def train(client, data):
-            def one(t, carry):
-                client, first = carry
-                client, loss = _local_step(value_and_grad, sample, keys.rows, hparams, received, client, data, t)
-                return client, jnp.where(t == server.iterations, loss, first)
+        def one(client, data):
+            begin = server.iterations
+            client, loss = train(value_and_grad, sample, keys, hparams, received, begin, last, client, data)
+            return client, *upload(hparams, client), loss
 
-            first = jax.eval_shape(value_and_grad, received, sample(keys.rows, data))[0]
-            zeros = (tree.zeros_like(received), jnp.zeros(first.shape, first.dtype))
-            drift, zero = tree.varying_like(zeros, client.id)
-            start = (client._replace(drift=drift), zero)
-            client, loss = jax.lax.fori_loop(server.iterations, last + 1, one, start)
-            return client, *_upload(hparams, client), loss
-
-        rows, up, weight, loss = over(train)(here.take(state.clients), here.take(batch))
-        move = _move(*clients.mean((up, weight), axis_name, here.weights))
-        rows = jax.vmap(lambda client: _close(hparams, clients.broadcast(move, axis_name), client))(rows)
+        rows, up, weight, loss = over(one)(here.take(state.clients), here.take(batch))
+        move = next_move(*clients.mean((up, weight), axis_name, here.weights))
+        rows = jax.vmap(lambda client: close(hparams, clients.broadcast(move, axis_name), client))(rows)
         shift = here.put(state.clients.shift, rows.shift)
         bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
         advanced = Server(
@@ -233,16 +175,8 @@ def scafflix(
         )
         return State(advanced, state.clients._replace(shift=shift)), metrics
 
-    return Algorithm(_init(personal, by_rounds=True), step)
-
-
-def _coin(key: Key, p: Any, t: Any) -> Array:
-    return jax.random.bernoulli(jax.random.fold_in(key, t), p)
-
-
-def _first_heads(key: Key, p: Any, start: Array) -> Array:
-    """The first iteration from `start` on whose coin says: communicate"""
-    return jax.lax.while_loop(lambda t: ~_coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start)
+    exchange = scafflix_apart.exchange(value_and_grad, sample, personal) if cohort is None else None
+    return Algorithm(_init(personal, by_rounds=True), step, exchange)
 
 
 def iterations(
@@ -260,9 +194,9 @@ def iterations(
     clients.check_cohort(cohort)
 
     def step(key, hparams, state, batch, *, axis_name=None):
-        keys, server = _keys(key), state.server
+        keys, server = keys_of(key), state.server
         n = clients.count(state.clients.id, axis_name)
-        heads = _coin(keys.coin, hparams.p, server.iterations)
+        heads = coin(keys.coin, hparams.p, server.iterations)
         received = clients.broadcast(server.params, axis_name)
         size = n if cohort is None else cohort
         draw = jax.random.fold_in(keys.cohort, server.communications)
@@ -270,14 +204,14 @@ def iterations(
         weights = jnp.where(member, n / size, 0.0)
 
         def train(client, data):
-            client, loss = _local_step(
+            client, loss = local_step(
                 value_and_grad, sample, keys.rows, hparams, received, client, data, server.iterations
             )
-            return client, *_upload(hparams, client), loss
+            return client, *upload(hparams, client), loss
 
         moved, up, weight, loss = jax.vmap(train)(state.clients, batch)
-        move = _move(*clients.mean((up, weight), axis_name, weights))
-        closed = jax.vmap(lambda client: _close(hparams, clients.broadcast(move, axis_name), client))(moved)
+        move = next_move(*clients.mean((up, weight), axis_name, weights))
+        closed = jax.vmap(lambda client: close(hparams, clients.broadcast(move, axis_name), client))(moved)
         rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
         rows = clients.Cohort(member, None, weights).put(state.clients, rows)
         bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)

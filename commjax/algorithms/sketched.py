@@ -10,7 +10,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int
 
 from commjax import clients, tree
-from commjax.base import Algorithm, Compressor, Key, Params, State
+from commjax.base import Algorithm, Codec, Compressor, Key, Params, State
+from commjax.compressors import wire
 from commjax.compressors.joint import perm_k
 from commjax.local import ValueAndGrad
 from commjax.theory import fedp3 as theory
@@ -117,7 +118,21 @@ def sketched(
         d = tree.size(server.params)
         return clients.dense_bits(server.params) * prune.kept(d) / d
 
-    return clients.federated(init, client_step, server_step, bits_down, compressor=sketch)
+    def mask_of(key: Key, id: int, d: int) -> np.ndarray:
+        return np.asarray(prune.mask(use_key(jax.random.fold_in(key, id), 2), d))  # the client's `own_key`
+
+    def write(key: Key, server: Server, ids: list[int], n: int) -> list[bytes]:
+        flat = np.asarray(ravel_pytree(server.params)[0])
+        return [wire.encode_values(flat[mask_of(key, id, flat.size)]) for id in ids]
+
+    def read(key: Key, data: bytes, server: Server, id: int, n: int) -> Params:
+        like, unravel = ravel_pytree(server.params)
+        mask, flat = mask_of(key, id, like.size), np.zeros(like.shape, like.dtype)
+        flat[mask] = wire.decode_values(data, int(mask.sum()), flat.dtype)
+        return unravel(jnp.asarray(flat))
+
+    letter = Codec(lambda server, id: bits_down(server), write, read)
+    return clients.federated(init, client_step, server_step, bits_down, compressor=sketch, letter=letter)
 
 
 def server_step(hparams: Any, server: Server, params: Params) -> Server:

@@ -1,18 +1,25 @@
-"""LIBSVM text files: ``label index:value index:value ...``, indices from 1, in ascending order."""
+"""LIBSVM text files: ``label index:value index:value ...``, indices from 1, in ascending order.
+
+dataset = load("mushrooms")                              all rows
+summary = scan("mushrooms")                              how many there are, and of what kind: nothing is parsed or kept
+dataset, mine = read_parts(summary, [parts[i] for i in own])         the rows of some clients only: the others' are never parsed
+"""
 
 import io
 import lzma
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 
 from commjax.data import download
+from commjax.data.partition import Rows
 
 NUM_FEATURES = (
     {"mushrooms": 112, "phishing": 68, "ijcnn1": 22}
@@ -43,20 +50,43 @@ def _number(text: str) -> float:
         return np.nan
 
 
-def _text_and_name(source: Any) -> tuple[str, str]:
-    """The whole unpacked text, and a name for messages and for the data set."""
+class Summary(NamedTuple):
+    """What all hosts must know of a file, whichever rows are theirs."""
+
+    path: Path
+    rows: int
+    width: int  # known, or the largest index
+    classes: tuple[float, float]  # the two labels, the smaller first
+
+
+def _name(source: Any) -> str:
+    """For messages, and for the data set"""
     if hasattr(source, "read"):
-        content, name = source.read(), str(getattr(source, "name", "<file>"))
-    else:
-        path = Path(source)
-        with open(path, "rb") as raw:
-            try:
-                content = download.unpack(raw, path.suffix).read()
-            except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-                raise ValueError(f"{path} cannot be unpacked: {error or 'it ends too early'}") from error
-        name = path.stem if path.suffix in download.PACKED_SUFFIXES else path.name
-    # latin-1 never fails, so foreign bytes are reported with the line they stand on.
-    return content if isinstance(content, str) else content.decode("latin-1"), name
+        return str(getattr(source, "name", "<file>"))
+    path = Path(source)
+    return path.stem if path.suffix in download.PACKED_SUFFIXES else path.name
+
+
+def _lines(source: Any) -> Iterator[str]:
+    """The unpacked text, line by line: what is not wanted is never in memory."""
+
+    def text(line: str | bytes) -> str:
+        # latin-1 never fails, so foreign bytes are reported with the line they stand on.
+        return (line if isinstance(line, str) else line.decode("latin-1")).removesuffix("\n")
+
+    if hasattr(source, "read"):
+        yield from map(text, source)
+        return
+    path = Path(source)
+    with open(path, "rb") as raw:
+        try:
+            yield from map(text, download.unpack(raw, path.suffix))
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be unpacked: {error or 'it ends too early'}") from error
+
+
+def _refuse(name: str, number: int, line: str, given: str, allowed: str) -> NoReturn:
+    raise ValueError(f"{name}, line {number + 1}: {given}; allowed: {allowed}. The line: {line!r}")
 
 
 def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = None) -> Dataset:
@@ -72,26 +102,38 @@ def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = N
     Dataset(features=array([[0.5, 0. , 1. ],
            [0. , 4. , 0. ]]), labels=array([ 1., -1.]), name='<file>')
     """
-    text, name = _text_and_name(path_or_file)
-    lines = text.split("\n")
-    line_of_row: list[int] = []
+    return _read(path_or_file, n_features, None, None)
+
+
+def _read(
+    source: Any, n_features: int | None, classes: tuple[float, float] | None, wanted: Integer[np.ndarray, "m"] | None
+) -> Dataset:
+    """`wanted`: the rows that are parsed, ascending; None: all"""
+    name = _name(source)
+    number_of_row: list[int] = []
+    kept: list[str] = []
     label_words: list[str] = []
     bodies: list[str] = []
-
-    def refuse(line: int, given: str, allowed: str) -> NoReturn:
-        raise ValueError(f"{name}, line {line + 1}: {given}; allowed: {allowed}. The line: {lines[line]!r}")
-
-    for number, line in enumerate(lines):
-        line = line.partition("#")[0]
-        match = _LINE.fullmatch(line)
-        if match:
-            line_of_row.append(number)
+    found, remaining = 0, None if wanted is None else set(wanted.tolist())
+    for number, line in enumerate(_lines(source)):
+        content = line.partition("#")[0]
+        if not content.strip():
+            continue
+        if remaining is None or found in remaining:
+            match = _LINE.fullmatch(content)
+            if match is None:
+                _refuse(name, number, line, "the line does not parse", "label index:value index:value ...")
+            number_of_row.append(number)
+            kept.append(line)
             label_words.append(match[1])
             bodies.append(match[2])
-        elif line.strip():
-            refuse(number, "the line does not parse", "label index:value index:value ...")
-    if not bodies:
+        found += 1
+    if not found:
         raise ValueError(f"{name}: no rows; allowed: at least one line 'label index:value ...'")
+    if wanted is not None and len(bodies) < len(wanted):
+        raise ValueError(
+            f"{name}: row {wanted[len(bodies)]} is wanted; allowed: 0 to {found - 1}, the file has no more"
+        )
 
     words = " ".join(bodies).replace(":", " ").split()
     row = np.repeat(np.arange(len(bodies)), [body.count(":") for body in bodies])
@@ -99,12 +141,15 @@ def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = N
     value = np.array(list(map(_number, words[1::2])), dtype=np.float64)
     raw_labels = np.array(list(map(_number, label_words)))
 
+    def refuse(at: int, given: str, allowed: str) -> NoReturn:
+        _refuse(name, number_of_row[at], kept[at], given, allowed)
+
     def refuse_any(bad: np.ndarray, given: list[str], what: str, allowed: str) -> None:
         for at, word in compress(zip(row, given, strict=True), bad):
-            refuse(line_of_row[at], f"{what} {word}", allowed)
+            refuse(int(at), f"{what} {word}", allowed)
 
     for at in np.flatnonzero(~np.isfinite(raw_labels))[:1]:
-        refuse(line_of_row[at], f"label {label_words[at]}", "a finite number")
+        refuse(int(at), f"label {label_words[at]}", "a finite number")
     refuse_any(~np.isfinite(value), words[1::2], "value", "a finite number")
     refuse_any(index < 1, words[::2], "index", "1, 2, 3, ...")
     steps_back = np.diff(index, prepend=0) <= 0
@@ -116,15 +161,70 @@ def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = N
     width = n_features if n_features is not None else int(index.max(initial=0))
     features = np.zeros((len(bodies), width))
     features[row, index - 1] = value
-    return Dataset(features, _signs(raw_labels, name), name)
+    low, high = _two(raw_labels, name) if classes is None else classes
+    for at in np.flatnonzero((raw_labels != low) & (raw_labels != high))[:1]:
+        refuse(int(at), f"label {label_words[at]}", f"{low:g} or {high:g}")
+    return Dataset(features, np.where(raw_labels == high, 1.0, -1.0), name)
 
 
-def _signs(raw: np.ndarray, name: str) -> np.ndarray:
+def _two(raw: np.ndarray, name: str) -> tuple[float, float]:
     classes = np.unique(raw)
     if len(classes) != 2:
         shown = ", ".join(f"{c:g}" for c in classes[:5])
         raise ValueError(f"{name}: {len(classes)} distinct label(s) ({shown}); allowed: exactly two")
-    return np.where(raw == classes[1], 1.0, -1.0)
+    return float(classes[0]), float(classes[1])
+
+
+def scan(name: str | os.PathLike, **where: Any) -> Summary:
+    """Look once at every line of a data set (`name` and `where` as for ``load``), at its first and last word only, and keep none.
+
+    All hosts that have the same file see the same, so that they agree on who holds which rows before anybody has parsed one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "little").write_text("2 1:0.5 3:1\\n1 2:4  # a comment\\n")
+    ...     scan("little", folder=folder)[1:]
+    (2, 3, (1.0, 2.0))
+    """
+    path, n_features = _located(name, **where)
+    rows, largest, seen = 0, 0, set()
+    for number, line in enumerate(_lines(path)):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        rows += 1
+        if words[0] not in seen:
+            if not np.isfinite(_number(words[0])):
+                _refuse(_name(path), number, line, f"label {words[0]}", "a finite number")
+            seen.add(words[0])
+        index = words[-1].partition(":")[0]  # indices ascend, so that the last is the largest
+        if len(words) > 1 and index.isdigit():  # other words are for the host whose row it is to refuse
+            largest = max(largest, int(index))
+    if not rows:
+        raise ValueError(f"{_name(path)}: no rows; allowed: at least one line 'label index:value ...'")
+    classes = _two(np.array([float(word) for word in seen]), _name(path))
+    return Summary(path, rows, largest if n_features is None else n_features, classes)
+
+
+def read_rows(summary: Summary, rows: Integer[np.ndarray, "m"]) -> Dataset:
+    """Some rows of the file, ascending; the other lines are passed over, and neither parsed nor kept."""
+    if len(rows) == 0 or rows[0] < 0 or np.any(np.diff(rows) <= 0):
+        raise ValueError(f"rows={rows}; allowed: at least one, ascending, from 0 to {summary.rows - 1}")
+    return _read(summary.path, summary.width, summary.classes, rows)
+
+
+def read_parts(summary: Summary, parts: Rows) -> tuple[Dataset, list[np.ndarray]]:
+    """A data set of the rows of these clients only, and which of its rows are whose.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "little").write_text("2 1:0.5\\n1 2:not parsed\\n1 1:7\\n")
+    ...     dataset, mine = read_parts(scan("little", folder=folder), [np.array([2, 0]), np.array([2])])
+    >>> dataset.features[:, 0].tolist(), [ids.tolist() for ids in mine]
+    ([0.5, 7.0], [[1, 0], [1]])
+    """
+    wanted = np.unique(np.concatenate(parts))
+    return read_rows(summary, wanted), [np.searchsorted(wanted, ids) for ids in parts]
 
 
 def write(path: str | os.PathLike, dataset: Dataset) -> None:
@@ -171,6 +271,19 @@ def load(
     ...     load("a1a", folder=folder).features.shape  # the width of a1a is known
     (2, 123)
     """
+    path, n_features = _located(name, folder=folder, cache=cache, url=url, n_features=n_features)
+    return read(path, n_features)
+
+
+def _located(
+    name: str | os.PathLike,
+    *,
+    folder: str | os.PathLike | None = None,
+    cache: str | os.PathLike | None = None,
+    url: str = download.LIBSVM_URL,
+    n_features: int | None = None,
+) -> tuple[Path, int | None]:
+    """The file, and its width if that is known"""
     path: Path | None = Path(name)
     if not path.is_file():
         name = str(name)
@@ -186,4 +299,4 @@ def load(
             path = download.fetch(source, cache / remote, download.TEXT_SHA256.get(name))
     if n_features is None:
         n_features = NUM_FEATURES.get(path.name.split(".")[0])
-    return read(path, n_features)
+    return path, n_features

@@ -61,9 +61,9 @@ def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, re
     """
     if group not in _OVER:
         raise ValueError(f"group={group!r}; allowed: {', '.join(map(repr, _OVER))}")
-    _check(scores)
+    _check_shape(scores)
     size = math.prod(scores.shape[axis] for axis in _OVER[group])
-    return _unstructured(scores, jnp.int32(count(size, sparsity)), group, reference_ties)
+    return _checked(scores, *_unstructured(scores, np.int32(count(size, sparsity)), group, reference_ties))
 
 
 def n_m(scores: Scores, n: int, m: int) -> Mask:
@@ -73,8 +73,8 @@ def n_m(scores: Scores, n: int, m: int) -> Mask:
     [[False, True, False, False]]
     """
     check_pattern(scores.shape[0], n, m)
-    _check(scores)
-    return _n_m(scores, n, m)
+    _check_shape(scores)
+    return _checked(scores, *_n_m(scores, n, m))
 
 
 def check_pattern(inputs: int, n: int, m: int) -> None:
@@ -85,18 +85,17 @@ def check_pattern(inputs: int, n: int, m: int) -> None:
         raise ValueError(f"n={n}; allowed: 1 <= n <= m = {m}")
 
 
-def _check(scores: Scores) -> None:
-    """Only outside jit, where there are numbers to look at."""
+def _check_shape(scores: Scores) -> None:
     if 0 in scores.shape:
         raise ValueError(f"scores has shape {scores.shape}; allowed: at least one input and one output")
-    if not isinstance(scores, Tracer) and not _ordered(scores):
+
+
+def _checked(scores: Scores, mask: Mask, ordered: Array) -> Mask:
+    """The mask, if there is an order; only outside jit, where there are numbers to look at."""
+    if not isinstance(ordered, Tracer) and not ordered:
         bad = int(jnp.sum(~(scores >= 0)))
         raise ValueError(f"scores has {bad} values that are NaN or negative; allowed: numbers from 0 on")
-
-
-@jax.jit
-def _ordered(scores):
-    return jnp.all(scores >= 0)
+    return mask
 
 
 def _bits(scores: Scores) -> Int[Array, "i o"]:
@@ -107,13 +106,27 @@ def _bits(scores: Scores) -> Int[Array, "i o"]:
 
 @partial(jax.jit, static_argnames=("group", "reference_ties"))
 def _unstructured(scores, k, group, reference_ties):
-    keys, over = _bits(scores), _OVER[group]
-    search = partial(_threshold, k=k, over=over, value_of_next=reference_ties)
-    along = {"output": 1, "input": 0}.get(group)
-    threshold, end = search(keys) if along is None else _in_blocks(search, keys, along)
+    """(mask, are all scores numbers from 0 on?)"""
+    return _least_pruned(scores, k, group, reference_ties), jnp.all(scores >= 0)
+
+
+def _least_pruned(scores, k, group, reference_ties):
+    keys = _bits(scores)
     if reference_ties:
-        return keys > threshold
-    return (keys > threshold) | ((keys == threshold) & (_position(keys.shape, over) >= end))
+        return keys > _search(keys, k, group, value_of_next=True)[0]
+    return ~least(keys, k, group)
+
+
+def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mask:
+    """True for the k least of every group of non-negative integers, the first among equals; k may be traced."""
+    threshold, end = _search(keys, k, group, value_of_next=False)
+    return (keys < threshold) | ((keys == threshold) & (_position(keys.shape, _OVER[group]) < end))
+
+
+def _search(keys, k, group, *, value_of_next):
+    search = partial(_threshold, k=k, over=_OVER[group], value_of_next=value_of_next)
+    along = {"output": 1, "input": 0}.get(group)
+    return search(keys) if along is None else _in_blocks(search, keys, along)
 
 
 def _in_blocks(search, keys, along):
@@ -183,9 +196,14 @@ def _threshold(keys, *, k, over, value_of_next):
 
 @partial(jax.jit, static_argnames=("n", "m"))
 def _n_m(scores, n, m):
+    """(mask, are all scores numbers from 0 on?)"""
+    return _largest_kept(scores, n, m), jnp.all(scores >= 0)
+
+
+def _largest_kept(scores, n, m):
     groups = scores.reshape(-1, m, scores.shape[1])
     if m > 16:  # comparing pairs grows with m^2
-        return jax.lax.map(lambda g: _unstructured(g, jnp.int32(m - n), "output", False), groups).reshape(scores.shape)
+        return jax.lax.map(lambda g: _least_pruned(g, jnp.int32(m - n), "output", False), groups).reshape(scores.shape)
     members = [groups[:, a] for a in range(m)]
     kept = []
     for a in range(m):
@@ -224,7 +242,9 @@ def outlier_weighted(
         keep_l = 2 spread (D_l - min D) / (max D - min D) + c,      c such that the mean of 1 - keep_l is `sparsity`
 
     `ratios` are the D_l of `outlier_ratio` under Wanda's score; `sizes` weights the mean by the number of weights (by default
-    layers count equally, as released).
+    layers count equally, as released).  Compared with the released OWL (github.com/luuyin/OWL): the scores of all matrices of a
+    block are pooled, activations are those of the dense model, and the defaults, 0.08 and 5 times the mean, are its Llama script's.
+    Differs: equal ratios give uniform sparsities, where the released code divides by 0, and what leaves [0, 1) is refused.
 
     >>> outlier_weighted([0.01, 0.02, 0.03], 0.5).round(2).tolist()
     [0.58, 0.5, 0.42]

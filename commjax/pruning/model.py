@@ -106,7 +106,7 @@ def pruned_blocks(
 
     `blocks` is read once, a block at a time.  `told(layers done, the last one)` hears of progress.
     """
-    score, outputs = recipes.check(how, model)
+    score, outputs = recipes.scoring(how, model)
     for number, block in enumerate(blocks, first):
         calibrated = calibrate(model, block, hidden, outputs)
         layers = []
@@ -114,8 +114,8 @@ def pruned_blocks(
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), number), i)
             W = block[name]["kernel"]
             pruned = _prune(how, score, name, W, calibrated[name].stats, float(sparsities[number]), key)
-            error = reconstruct.of_activations(calibrated[name].inputs, W, pruned).relative
-            layers.append(Layer(number, name, float(_zeros(pruned)) / W.size, float(error)))
+            zeros, error = _outcome(calibrated[name].inputs, W, pruned)
+            layers.append(Layer(number, name, float(zeros) / W.size, float(error)))
             block = block | {name: block[name] | {"kernel": pruned}}
             told(number * len(model.linear) + i + 1, layers[-1])
         del calibrated, W, pruned
@@ -155,10 +155,11 @@ def drawn_tokens(tokens: int) -> Int[np.ndarray, "n"]:
 
 def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
     """Of no samples, with room for the inputs."""
-    x, y = (jnp.zeros((1, size), dtype) for size in W.shape)
-    zero = jnp.zeros((), jnp.int32)
-    stats = statistics.of(x, y if outputs else None)._replace(samples=zero, tokens=zero)
-    return Calibration(stats, jnp.zeros((drawn, W.shape[0]), dtype))
+    x, y = (jax.ShapeDtypeStruct((1, size), dtype) for size in W.shape)
+    shapes = jax.eval_shape(statistics.of, x, y if outputs else None)
+    # NumPy's zeros need no program.
+    stats = jax.tree.map(lambda one: jnp.asarray(np.zeros(one.shape, one.dtype)), shapes)
+    return Calibration(stats, jnp.asarray(np.zeros((drawn, W.shape[0]), dtype)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -199,5 +200,6 @@ def sparsity_of_blocks(
 
 
 @jax.jit
-def _zeros(W):
-    return jnp.sum(W == 0)
+def _outcome(inputs: Activations, W, pruned):
+    """How many weights are zero, and the relative error."""
+    return jnp.sum(pruned == 0), reconstruct.of_activations(inputs, W, pruned).relative

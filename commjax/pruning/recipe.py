@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -72,15 +73,26 @@ def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple
         _check_spread(recipe.sparsity or 0.0, recipe.spread, model.config.num_hidden_layers)
     if not 0 < recipe.outlier_multiple < math.inf:
         raise ValueError(f"outlier_multiple={recipe.outlier_multiple}; allowed: finite, above 0")
-    score, outputs = recipe.score.function(**recipe.score.options), False
-    for name in model.linear:
-        shape = model.block_shapes[name]["kernel"]
+    for shape, name in _shapes(model).items():
         if recipe.pattern is not None:
             _named(name, lambda inputs=shape[0], pattern=recipe.pattern: masks.check_pattern(inputs, *pattern))
-        outputs |= _named(name, lambda shape=shape: _needs_outputs(score, shape, dtype))
         if recipe.regrow is not None:
             _named(name, lambda shape=shape: jax.eval_shape(lambda: _dry_run(recipe, shape, dtype)))
-    return score, outputs
+    return scoring(recipe, model, dtype)
+
+
+def scoring(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple[Score, bool]:
+    """(the score, does it need outputs?)"""
+    score = recipe.score.function(**recipe.score.options)
+    needs = [
+        _named(name, lambda shape=shape: _needs_outputs(score, shape, dtype)) for shape, name in _shapes(model).items()
+    ]
+    return score, any(needs)
+
+
+def _shapes(model: Model) -> dict[tuple[int, ...], str]:
+    """Shape of a kernel -> the first layer that has it."""
+    return {model.block_shapes[name]["kernel"]: name for name in reversed(model.linear)}
 
 
 def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
@@ -110,6 +122,7 @@ def _named(layer: str, function: Callable[[], Any]) -> Any:
         raise ValueError(f"{layer}: {error}") from error
 
 
+@lru_cache(64)
 def _needs_outputs(score: Score, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Traced with shapes only: a score that fails without outputs must do with them."""
 

@@ -24,7 +24,7 @@ from commjax.pruning import statistics
 from commjax.pruning.masks import check_pattern
 from commjax.pruning.scores import norm
 from commjax.pruning.statistics import Statistics
-from commjax.pruning.swaps import swaps
+from commjax.pruning.swaps import in_blocks, swaps
 
 Matrix = Float[Array, "i o"]
 Regularizer = Literal["out", "in", "toggled"]
@@ -57,12 +57,19 @@ def dsnot(
     return _dsnot(W, mask, stats, prune, threshold, power, cycles, pattern and pattern[1], same_sign)
 
 
-@partial(jax.jit, static_argnames=("power", "cycles", "m", "same_sign"))
+@partial(jax.jit, static_argnames=("power", "m", "same_sign"))
 def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
-    w, sums, _, variance, norms = _columns(W, stats)
-    grow = _quotient(w * sums, variance**power)
-    prune = jnp.abs(w) * norms if prune is None else prune.astype(w.dtype)
-    return _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign)
+    sums, _, variance, norms = _columns(W, stats)
+    divisor, threshold, cycles = variance**power, jnp.asarray(threshold, sums.dtype), jnp.asarray(cycles, jnp.int32)
+
+    def block(W, mask, *given):  # the scores too, so that they are never written to memory as a whole
+        w = W.astype(sums.dtype)
+        grow = _quotient(w * sums, divisor)
+        prune = given[0].astype(w.dtype) if given else jnp.abs(w) * norms
+        return swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles, m=m, same_sign=same_sign)
+
+    mask = in_blocks(block, W, mask, *(() if prune is None else (prune,)))
+    return jnp.where(mask, W, 0), mask
 
 
 def r2_dsnot(
@@ -105,14 +112,15 @@ def r2_dsnot(
         raise ValueError(f"regularizer={regularizer!r}; allowed: 'out', 'in', 'toggled'")
     rule = (relative_grow, relative_prune, alpha, p, regularizer, literal, power)
     sums, grow, prune = _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule)
-    return _jitted_swapped(W, mask, sums, grow, prune, threshold, cycles, pattern and pattern[1], same_sign)
+    return _swapped(W, mask, sums, grow, prune, threshold, cycles, pattern and pattern[1], same_sign)
 
 
 @partial(jax.jit, static_argnames="rule")
 def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
     """sum_t x, G, P; apart from the swaps, so that those are compiled once for all rules"""
     relative_grow, relative_prune, alpha, p, regularizer, literal, power = rule
-    w, sums, mean, variance, norms = _columns(W, stats)
+    sums, mean, variance, norms = _columns(W, stats)
+    w = W.astype(sums.dtype)
     kept = jnp.where(mask, w, 0)
     D = _inverse(norm(kept, 1.0, "out"))[None, :] + _inverse(norm(kept, 1.0, "in"))[:, None]
     R = _regularizer(w, mask, kept, p, regularizer)
@@ -151,19 +159,21 @@ def _quotient(a, b):
 
 
 def _columns(W, stats):
-    """W in at least float32; sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1]."""
-    w = W.astype(statistics.wide(W.dtype))
+    """sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1], in W's dtype but at least float32."""
     vectors = (statistics.input_sum, statistics.mean, statistics.variance, statistics.input_norm)
-    return w, *(f(stats).astype(w.dtype)[:, None] for f in vectors)
+    return [f(stats).astype(statistics.wide(W.dtype))[:, None] for f in vectors]
 
 
+@partial(jax.jit, static_argnames=("m", "same_sign"))
 def _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign):
-    w, threshold = W.astype(grow.dtype), jnp.asarray(threshold, grow.dtype)
-    mask = swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles=cycles, m=m, same_sign=same_sign)
+    threshold, cycles = jnp.asarray(threshold, grow.dtype), jnp.asarray(cycles, jnp.int32)
+
+    def block(W, mask, grow, prune):
+        w = W.astype(grow.dtype)
+        return swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles, m=m, same_sign=same_sign)
+
+    mask = in_blocks(block, W, mask, grow, prune)
     return jnp.where(mask, W, 0), mask
-
-
-_jitted_swapped = jax.jit(_swapped, static_argnames=("cycles", "m", "same_sign"))
 
 
 def _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign) -> bool:

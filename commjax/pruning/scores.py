@@ -21,7 +21,7 @@ W10 (axes, not rows and columns), W12 (sampling), W14 (p = 0, inf).
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from commjax.base import Key
-from commjax.compressors import select
+from commjax.pruning import masks
 from commjax.pruning.statistics import Statistics, input_norm, output_norm, wide
 
 Axis = Literal["in", "out"]
@@ -118,10 +118,9 @@ def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
     if sampling is not None and not 0 < sampling.beta <= 1:
         raise ValueError(f"beta={sampling.beta}; allowed: 0 < beta <= 1")
 
-    def term(w, stats, key, axis):
-        return norm(w, p, axis) if sampling is None else _sampled(w, p, axis, sampling, key)
-
-    return term
+    if sampling is not None:
+        return _Sampled(p, sampling)
+    return lambda w, stats, key, axis: norm(w, p, axis)
 
 
 def ratio(a: Term, b: Term) -> Term:
@@ -129,20 +128,26 @@ def ratio(a: Term, b: Term) -> Term:
     return lambda *arguments: _divide(a(*arguments), b(*arguments))
 
 
-def _sampled(w, p, axis, sampling, key):
-    if key is None:
-        raise ValueError("key=None; allowed: a key, because this score samples")
-    tau = max(1, math.floor(sampling.beta * min(w.shape) + 1e-9))
+class _Sampled(NamedTuple):
+    """A term that `score` computes apart: one program for every beta, because its draws take long to compile."""
+
+    p: float
+    sampling: Sampling
+
+    def __call__(self, w: Matrix, stats: Statistics | None, key: Key | None, axis: Axis) -> Vector:
+        if key is None:
+            raise ValueError("key=None; allowed: a key, because this score samples")
+        tau = max(1, math.floor(self.sampling.beta * min(w.shape) + 1e-9))
+        return _sampled(w, key, tau, self.p, axis, self.sampling.shared)
+
+
+@partial(jax.jit, static_argnames=("p", "axis", "shared"))
+def _sampled(w, key, tau, p, axis, shared):
+    """The entries of the tau least of random words (ties, of probability about tau / 2^31, go to the first)."""
+    w = w.astype(wide(w.dtype))
     rows = w if axis == "in" else w.T
-    n, d = rows.shape
-    if sampling.shared:
-        return norm(rows[:, jax.random.choice(key, d, (tau,), replace=False)], p, "in")
-
-    def one(argument):
-        key, row = argument
-        return norm(row[None], p, "in", select.random_mask(key, d, tau)[None])[0]
-
-    return jax.lax.map(one, (jax.random.split(key, n), rows), batch_size=min(128, n))
+    words = jax.random.bits(key, (1 if shared else len(rows), rows.shape[1]), jnp.uint32) >> 1
+    return norm(rows, p, "in", masks.least(words.astype(jnp.int32), tau, "input"))
 
 
 def _of_length(vector, w, axis, name):
@@ -177,36 +182,35 @@ def score(
     if not 0 <= alpha < math.inf:
         raise ValueError(f"alpha={alpha}; allowed: finite, at least 0")
 
+    terms: dict[Axis, Term | None] = {"in": in_term, "out": out_term}
+
     @jax.jit
-    def matrix(W, stats, key):
-        w = jnp.abs(W.astype(wide(W.dtype)))
-        key_in, key_out = (None, None) if key is None else jax.random.split(key)
-        norms = []
-        if in_term is not None:
-            norms.append(in_term(w, stats, key_in, "in")[:, None])
-        if out_term is not None:
-            norms.append(out_term(w, stats, key_out, "out")[None, :])
+    def matrix(W, stats, keys, drawn):
+        w, norms = jnp.abs(W.astype(wide(W.dtype))), []
+        for axis, term in terms.items():
+            if term is not None:
+                u = drawn[axis] if axis in drawn else term(w, stats, keys.get(axis), axis)
+                norms.append(u[:, None] if axis == "in" else u[None, :])
         S = join(w, *norms) if norms else w
-        return S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
+        S = S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
+        return S, jnp.all(jnp.isfinite(S))
 
     def apply(W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
         if 0 in W.shape:
             raise ValueError(f"W has shape {W.shape}; allowed: at least one input and one output")
-        S = matrix(W, stats, key)
-        _check_finite(S, W=W, stats=stats)
+        keys = {} if key is None else dict(zip(terms, jax.random.split(key)))
+        sampled = {axis: term for axis, term in terms.items() if isinstance(term, _Sampled)}
+        drawn = {axis: term(W, stats, keys.get(axis), axis) for axis, term in sampled.items()}
+        S, finite = matrix(W, stats, keys, drawn)
+        _check_finite(finite, W=W, stats=stats)
         return S
 
     return apply
 
 
-@jax.jit
-def _finite(a):
-    return jnp.all(jnp.isfinite(a))
-
-
-def _check_finite(S: Any, **causes: Any) -> None:
+def _check_finite(finite: Array, **causes: Any) -> None:
     """Only outside jit, where there are numbers to look at."""
-    if isinstance(S, Tracer) or _finite(S):
+    if isinstance(finite, Tracer) or finite:
         return
     for name, tree in causes.items():
         for leaf in jax.tree.leaves(tree):
@@ -298,7 +302,5 @@ def stoch_ria(beta: float = 0.1, alpha: float = 1.0, shared: bool = False) -> Sc
 
 def general_diagonal(A: Float[Array, "a i"], B: Float[Array, "o d"]) -> Score:
     """|W| (|A_:j|_2 / |W_j:|_1 + |B_k:|_2 / |W_:k|_1) for any A [a, in] and B [out, d].  Thesis: Lemma (L2583); Differs: W6."""
-    return score(
-        ratio(weights(), given(norm(A, 2.0, "out"))),
-        ratio(weights(), given(norm(B, 2.0, "in"))),
-    )
+    u, v = given(norm(A, 2.0, "out")), given(norm(B, 2.0, "in"))
+    return score(ratio(weights(), u), ratio(weights(), v))

@@ -1,4 +1,4 @@
-"""A model folder pruned into another one: one block at a time is in memory, beside the activations, and never the model.
+"""A model folder pruned into another one: in memory is one block, the one before it until it is written, and the activations.
 
 The work is done in `OUT.partial`, which takes the name OUT at the end.  Every finished block is a shard of its own and a line in
 `manifest.json`; a run that was killed, however, is called again with the same arguments and goes on after the last of them.  It
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def _run(
     for number in range(finished):
         in_memory.advance(model, _read_shard(checkpoint, partial, number), hidden)
     layers = len(model.linear)
-    with progress_bar("pruning", count * layers, finished * layers, progress) as bar:
+    # A block is written while the next one is computed.
+    with progress_bar("pruning", count * layers, finished * layers, progress) as bar, ThreadPoolExecutor(1) as disk:
         pruned = in_memory.pruned_blocks(
             model,
             _blocks(checkpoint, finished),
@@ -148,10 +150,28 @@ def _run(
             finished,
             lambda done, layer: bar(done, {"block": float(layer.block), "error": layer.error}),
         )
+        written: Future | None = None
         for number, (block, found) in enumerate(pruned, finished):
-            export.write_tensors(partial / _shard(checkpoint, number + 1), names.block_tensors(model, number, block))
-            manifest["blocks"].append([one._asdict() for one in found])
-            export.write_json(partial / MANIFEST, manifest)
+            if written is not None:
+                written.result()  # at most one block waits for the disk
+            written = disk.submit(_finish, partial, checkpoint, manifest, number, block, found)
+        if written is not None:
+            written.result()
+
+
+def _finish(
+    partial: Path,
+    checkpoint: Checkpoint,
+    manifest: dict[str, Any],
+    number: int,
+    block: Layers,
+    found: tuple[Layer, ...],
+) -> None:
+    """The shard first: what the manifest says is there."""
+    tensors = names.block_tensors(checkpoint.model, number, block)
+    export.write_tensors(partial / _shard(checkpoint, number + 1), tensors)
+    manifest["blocks"].append([one._asdict() for one in found])
+    export.write_json(partial / MANIFEST, manifest)
 
 
 def _end(partial: Path, checkpoint: Checkpoint) -> None:

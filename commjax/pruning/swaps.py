@@ -2,9 +2,11 @@
 
 The released code sorts the inputs of every output twice.  Few of them are ever asked for, so here a tournament finds the next
 one: the inputs are cut into chunks of about sqrt(in), the best of every chunk is known, and taking a candidate means looking at one
-chunk.
+chunk.  Candidates are taken best first, so the latest one taken says which were: no list of swaps is kept.  `in_blocks` runs the
+loop over so many outputs at a time that their keys stay in cache, and a block is done when its own outputs are.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ Mask = Bool[Array, "i o"]
 
 _INT = {4: jnp.int32, 8: jnp.int64}
 _CHUNK = 16  # inputs looked at to take one candidate, beside one number for every chunk
+_BLOCK = 256  # outputs at a time
 
 
 class _Queue(NamedTuple):
@@ -31,8 +34,8 @@ class _Carry(NamedTuple):
     error: Float[Array, "o"]
     active: Bool[Array, "o"]
     grow: _Queue
-    prune: _Queue | None
-    swapped: Int[Array, "2 t o"]  # which input grew, which was pruned; the number of inputs where none
+    prune: _Queue | None  # without a pattern
+    mask: Mask | None  # with one
 
 
 def _ordered(a: Matrix) -> Int[Array, "i o"]:
@@ -88,17 +91,26 @@ def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], 
     most = jnp.max(rows, axis=0)
     found = chunk * size + _first(rows == most[None], way)
     left = jnp.max(jnp.where(place == found[None], 0, rows), axis=0)
-    side = jnp.stack([positive, ~positive])
-    here = side[:, None] & (_iota(best.shape) == chunk[None])[None]
+    side, out = jnp.stack([positive, ~positive]), jnp.arange(keys.shape[-1])
     return (
         most > 0,
         found,
         _Queue(
-            jnp.where(here, left[None, None], queue.best),
+            queue.best.at[jnp.where(positive, 0, 1), chunk, out].set(left, unique_indices=True),
             jnp.where(side, most[None], queue.key),
             jnp.where(side, found[None], queue.index),
         ),
     )
+
+
+def _taken(keys: Int[Array, "n c o"], queue: _Queue, inputs: int, *, from_end: bool = False) -> Mask:
+    """Which candidates were taken: those before the latest of their sign, and that one."""
+    flat = keys.reshape(-1, keys.shape[-1])[:inputs]
+    place = _iota(flat.shape)
+    (up, down), (up_index, down_index) = queue.key, queue.index
+    earlier = place >= up_index[None] if from_end else place <= up_index[None]
+    positive = (flat > up[None]) | ((flat == up[None]) & earlier)
+    return positive | (-flat > down[None]) | ((-flat == down[None]) & (place <= down_index[None]))
 
 
 def swaps(
@@ -108,8 +120,8 @@ def swaps(
     grow: Matrix,
     prune: Matrix,
     threshold: Float[Array, ""],
+    cycles: Int[Array, ""],
     *,
-    cycles: int,
     m: int | None,
     same_sign: bool,
 ) -> Mask:
@@ -132,26 +144,27 @@ def swaps(
     side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
     prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
+    out = jnp.arange(outputs)
 
     def at(index):
         # From W, so that no matrix of contributions is written to memory.
         return jnp.take_along_axis(W, index[None], axis=0, mode="clip")[0] * sums[index]
 
-    def least_of_group(g, already):
-        size = prune_keys.shape[1]
-        chunk = g // size
-        rows, place = _chunk(prune_keys, chunk), _iota((size, outputs)) + (chunk * size)[None]
-        rows = jnp.where(jnp.any(place[None] == already[:, None], axis=0), 0, rows)
+    def least_of_group(g, mask):
+        """Of those that are kept now and were kept at first."""
+        chunk = g // m
+        rows = jnp.where(_chunk(mask.reshape(prune_keys.shape), chunk), _chunk(prune_keys, chunk), 0)
         most = jnp.max(rows, axis=0)
-        return most > 0, chunk * size + _first(rows == most[None])
+        return most > 0, chunk * m + _first(rows == most[None])
 
     def cycle(carry):
-        t, error, active, grow, prune, swapped = carry
-        has_g, g, grow = _take(grow_keys, grow, error > 0, from_end=True)
+        t, error, active, grow, prune, mask = carry
+        has_g, g, grow_after = _take(grow_keys, grow, error > 0, from_end=True)
         if prune is None:
-            has_p, p = least_of_group(g, swapped[1])
+            has_p, p = least_of_group(g, mask)
+            prune_after = None
         else:
-            has_p, p, prune = _take(prune_keys, prune, error > 0)
+            has_p, p, prune_after = _take(prune_keys, prune, error > 0)
         after = error + at(p) - at(g)
         active &= (jnp.abs(error) > threshold) & has_g
         if m is None:
@@ -159,19 +172,46 @@ def swaps(
         if same_sign:
             active &= ~has_p | (jnp.sign(after) == jnp.sign(first_error))
         swap = active & has_p
-        pair = jnp.where(swap[None], jnp.stack([g, p]), inputs)
-        swapped = jax.lax.dynamic_update_slice_in_dim(swapped, pair[:, None], t, axis=1)
-        return _Carry(t + 1, jnp.where(swap, after, error), active, grow, prune, swapped)
+        if prune is None:
+            mask = mask.at[jnp.where(swap, g, inputs), out].set(True, mode="drop")
+            mask = mask.at[jnp.where(swap, p, inputs), out].set(False, mode="drop")
+        else:  # what is taken is swapped, or the output is done
+            grow_after, prune_after = _where(swap, grow_after, grow), _where(swap, prune_after, prune)
+        return _Carry(t + 1, jnp.where(swap, after, error), active, grow_after, prune_after, mask)
 
     start = _Carry(
-        cycle=jnp.int32(0),
+        cycle=jnp.zeros((), jnp.int32),
         error=first_error,
         active=jnp.ones(outputs, bool),
         grow=_queue(grow_keys),
         prune=None if m else _queue(prune_keys),
-        swapped=jnp.full((2, cycles, outputs), inputs, jnp.int32),
+        mask=mask if m else None,
     )
     end = jax.lax.while_loop(lambda carry: (carry.cycle < cycles) & jnp.any(carry.active), cycle, start)
-    grown, pruned = end.swapped
-    out = jnp.broadcast_to(jnp.arange(outputs)[None], grown.shape)
-    return mask.at[grown, out].set(True, mode="drop").at[pruned, out].set(False, mode="drop")
+    if end.prune is None:
+        return end.mask
+    grown, pruned = _taken(grow_keys, end.grow, inputs, from_end=True), _taken(prune_keys, end.prune, inputs)
+    return (mask | grown) & ~pruned
+
+
+def _where(swap: Bool[Array, "o"], after: _Queue, before: _Queue) -> _Queue:
+    """The latest one taken, where it is swapped; the chunks of the others nobody reads again."""
+    key, index = (jnp.where(swap[None], a, b) for a, b in zip(after[1:], before[1:]))
+    return _Queue(after.best, key, index)
+
+
+def in_blocks(function: Callable[..., Mask], *matrices: Array) -> Mask:
+    """function(*matrices), computed for some outputs at a time; each matrix is [in, out]."""
+    outputs = matrices[0].shape[1]
+    number = -(-outputs // _BLOCK)
+    size = -(-outputs // number)
+    if number == 1:
+        return function(*matrices)
+    # Outputs that are padded have no weights, no error, and nothing to do.
+    padded = [jnp.pad(a, ((0, 0), (0, number * size - outputs))) for a in matrices]
+
+    def block(start):
+        return function(*(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in padded))
+
+    found = jax.lax.map(block, size * jnp.arange(number, dtype=jnp.int32))
+    return jnp.moveaxis(found, 0, 1).reshape(-1, number * size)[:, :outputs]

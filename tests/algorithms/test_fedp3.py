@@ -274,10 +274,9 @@ def test_what_is_not_in_l_i_never_leaves_and_the_ledger_is_the_bytes(pruning, ot
 
 @pytest.mark.parametrize("pruning", [submodels.magnitude(), submodels.random()], ids=lambda p: p.name)
 def test_a_client_reads_what_the_server_wrote(pruning):
-    method = fedp3._Method(loss, MIXED, pruning, submodels.fixed(), "frozen", local.all_rows, 1)
     made = submodels.server_masks(MIXED, pruning, KEY, PARAMS)
     for i in range(N):
-        sent, masks = fedp3._sent(method, MIXED.trained[i], KEY, i, PARAMS, made)
+        sent, masks = fedp3_wire.sent(MIXED, MIXED.trained[i], KEY, i, PARAMS, made)
         data = fedp3_wire.write_down(MIXED, pruning, i, sent, masks)
         found = fedp3_wire.read_down(MIXED, pruning, i, data, PARAMS, masks)
         close(found, sent, rtol=0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from commjax import clients, local, runner
-from commjax.algorithms import flix, scafflix
+from commjax.algorithms import flix, scafflix, scafflix_round
 from commjax.base import State
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
@@ -174,7 +174,7 @@ def test_both_faces_follow_the_thesiss_box_for_given_coins(monkeypatch, cohort):
     toss(monkeypatch, COINS)
     gamma, p = 0.7 / L, 0.4
     hparams = scafflix.hparams(gamma, ALPHA, p)
-    draw = scafflix._keys(KEY).cohort
+    draw = scafflix_round.keys_of(KEY).cohort
     members = cohort and [
         np.asarray(clients.cohort_members(jax.random.fold_in(draw, c), IDS, N, cohort)) for c in range(sum(COINS))
     ]
@@ -247,14 +247,14 @@ def test_stochastic_gradients_differ_between_iterations_and_clients():
         return data
 
     scafflix.iterations(value_and_grad, look)  # the sampler is called with the keys of (iteration, client)
-    rows = scafflix._keys(KEY).rows
+    rows = scafflix_round.keys_of(KEY).rows
     state, hparams = begin(scafflix.iterations(value_and_grad)), scafflix.hparams(0.1, ALPHA, 0.5)
     drawn = []
     for t in range(3):
         for i in range(N):
             client = jax.tree.map(lambda leaf, i=i: leaf[i], state.clients)
             data = jax.tree.map(lambda leaf, i=i: leaf[i], DATA)
-            scafflix._local_step(value_and_grad, look, rows, hparams, START, client, data, t)
+            scafflix_round.local_step(value_and_grad, look, rows, hparams, START, client, data, t)
             drawn.append(jax.random.key_data(seen[-1]).tolist())
     assert len({tuple(one) for one in drawn}) == 3 * N
 
@@ -353,7 +353,7 @@ def test_who_is_not_in_the_cohort_is_frozen(make):
     hparams, state = scafflix.theoretical(L, MU, ALPHA), begin(algorithm)
     moved = []
     for _ in range(10):
-        draw = jax.random.fold_in(scafflix._keys(KEY).cohort, state.server.communications)
+        draw = jax.random.fold_in(scafflix_round.keys_of(KEY).cohort, state.server.communications)
         member = np.asarray(clients.cohort_members(draw, IDS, N, tau))
         before, (state, _) = state, stepper(algorithm)(KEY, hparams, state, DATA)
         fields = ("shift",) if make is scafflix.scafflix else ("shift", "drift")
@@ -377,7 +377,7 @@ def test_with_full_participation_model_goes_up_and_down_once_a_communication():
 def test_the_bits_of_a_cohort_are_a_recount_over_its_members():
     tau, rounds = 2, 30
     _, metrics = run(made(scafflix.scafflix, tau), scafflix.theoretical(L, MU, ALPHA), rounds)
-    draw = scafflix._keys(KEY).cohort
+    draw = scafflix_round.keys_of(KEY).cohort
     knows = set(range(N))  # who has the server's present model: at the start all
     for r in range(rounds):
         member = clients.cohort_members(jax.random.fold_in(draw, r), IDS, N, tau)

@@ -202,16 +202,10 @@ def same_trajectory_on_devices(name, way, devices):
         close((jax.device_get(state), jax.device_get(metrics)), jax.device_get(wanted))
 
 
-# `test_devices` has every algorithm as `parallel.jit_step` on 4 devices, which is this sharded jit for those who ask for it.
 @ALL
-@pytest.mark.parametrize("way, devices", [(by_shard_map, 8), (by_pmap, 2)], ids=WAYS[:2])
+@pytest.mark.parametrize("way, devices", [(by_shard_map, 8), (by_pmap, 4), (by_sharded_jit, 2)], ids=WAYS)
 def test_devices_do_not_change_the_trajectory(name, way, devices):
     same_trajectory_on_devices(name, way, devices)
-
-
-@pytest.mark.parametrize("name", registry.NAMES[1::6])
-def test_rows_that_lie_on_devices_stay_there_under_a_plain_jit(name):
-    same_trajectory_on_devices(name, by_sharded_jit, 2)
 
 
 # m-nice draws one event that all devices must agree on.

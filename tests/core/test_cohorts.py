@@ -290,7 +290,11 @@ def test_the_optimal_clustering_has_the_smallest_variance_of_all(n, b):
     for seed in range(2 if n < 9 else 1):
         a = centred(np.random.default_rng(seed).standard_normal((n, 3)))
         best = clustering.optimal_stratified(a, b)
-        least = min(cohorts.stratified(clusters).variance(a) for clusters in every_clustering(n, b))
+        # sigma^2_SS of P6; building a sampling for each clustering is slow under type checks
+        least = min(
+            sum(len(ids) * np.sum((a[ids] - a[ids].mean(axis=0)) ** 2) for ids in map(list, clusters)) / n**2
+            for clusters in every_clustering(n, b)
+        )
         assert cohorts.stratified(best).variance(a) == pytest.approx(least, rel=1e-11, abs=1e-14)
         assert [len(ids) for ids in best] == [n // b] * b
     shifted = clustering.optimal_stratified(a + 5.0, b)
@@ -300,6 +304,13 @@ def test_the_optimal_clustering_has_the_smallest_variance_of_all(n, b):
 def test_the_clustering_of_the_text_example():
     golden = GOLDENS["sppm_text_example"]
     assert [ids.tolist() for ids in clustering.optimal_stratified(np.array(golden["a"]), 2)] == golden["best"]
+
+
+def test_one_cluster_one_client_and_one_row_are_allowed():
+    rows = np.array([[0.0], [9.0], [0.1]])
+    assert [ids.tolist() for ids in clustering.by_gradients(rows, 1)] == [[0, 1, 2]]
+    assert [ids.tolist() for ids in clustering.by_features(rows, [[0], [1], [2]], 2)] == [[0, 2], [1]]
+    assert [ids.tolist() for ids in clustering.optimal_stratified(rows[:1], 1)] == [[0]]
 
 
 def test_clusters_of_features_and_of_gradients_find_the_groups():

@@ -16,6 +16,8 @@ import pytest
 from commjax import distributed, parallel, runner
 from commjax.base import State
 from commjax.checkpoint import CheckpointError
+from commjax.data import libsvm, partition
+from commjax.data.own import own_rows
 from experiments import launch
 from tests.core import pair
 from tests.registry import NAMES, build
@@ -208,6 +210,16 @@ def test_arguments_of_processes_that_do_not_fit_are_refused():
         distributed.start("127.0.0.1:1", 2)
 
 
+@pytest.fixture(scope="session")
+def file(tmp_path_factory):
+    """Ninety rows of a LibSVM file; the labels of most clients are of one kind."""
+    rng = np.random.default_rng(0)
+    features = np.where(rng.random((90, 12)) < 0.5, rng.standard_normal((90, 12)), 0.0)
+    path = tmp_path_factory.mktemp("data") / "ninety"
+    libsvm.write(path, libsvm.Dataset(features, np.where(np.arange(90) < 70, 1.0, -1.0), "ninety"))
+    return path
+
+
 def settings(folder, **how):
     return launch.Settings(
         **{
@@ -231,10 +243,10 @@ def finish(process, seconds=240):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory, file):
     """The result of one process with one device."""
     folder = tmp_path_factory.mktemp("alone")
-    finish(spawn(settings(folder, checkpoint="")))
+    finish(spawn(settings(folder, dataset=str(file), checkpoint="")))
     return np.load(folder / "record.params.npy"), np.load(folder / "record.npz")["metrics/loss"]
 
 
@@ -243,11 +255,41 @@ def equal(folder, alone):
     np.testing.assert_allclose(np.load(folder / "record.npz")["metrics/loss"], alone[1], rtol=1e-10)
 
 
+def spoiled(file, own, path, n=9):
+    """The file with rubbish for a value in every row that is not a row of the clients `own`."""
+    lines = file.read_text().splitlines()
+    parts = partition.blocks(len(lines), n, seed=0)
+    for i in set(range(n)) - set(own):
+        for row in parts[i]:
+            label, *pairs = lines[row].split()
+            lines[row] = " ".join([label, *(f"{pair}rubbish" for pair in pairs)])
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("own", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 8, 8, 8]], ids=str)
+def test_a_process_parses_the_rows_of_its_own_clients_only_and_they_are_the_rows(tmp_path, file, own):
+    whole = libsvm.load(file)
+    parts = partition.blocks(90, 9, seed=0)
+    dataset, mine, longest = own_rows(str(spoiled(file, own, tmp_path / "spoiled")), 9, np.array(own), 0)
+    assert len(dataset.labels) == 10 * len(set(own)) and longest == 10
+    for found, i in zip(mine, own, strict=True):
+        np.testing.assert_array_equal(dataset.features[found], whole.features[parts[i]])
+        np.testing.assert_array_equal(dataset.labels[found], whole.labels[parts[i]])
+    with pytest.raises(ValueError, match="a finite number"):  # the next process's rows are rubbish
+        own_rows(str(tmp_path / "spoiled"), 9, np.array([(own[-1] + 1) % 9]), 0)
+
+
 @pytest.mark.slow
-def test_two_processes_on_loopback_are_one_and_a_job_of_two_goes_on_as_two(tmp_path, alone):
-    for rounds in (20, 40):
-        out = finish(spawn(settings(tmp_path, local=2, devices=2, chunk=20, rounds=rounds)))
-        assert "9 clients on 4 devices of 2 processes" in out
+def test_two_processes_on_loopback_are_one_and_a_job_of_two_goes_on_as_two(tmp_path, alone, file):
+    out = finish(spawn(settings(tmp_path, dataset=str(file), local=2, devices=2, chunk=20, rounds=20)))
+    assert "9 clients on 4 devices of 2 processes" in out
+    # Each process with a file in which the other's rows cannot be parsed.
+    address = f"127.0.0.1:{launch.free_port()}"
+    both = settings(tmp_path, coordinator=address, num_processes=2, devices=2, chunk=20)
+    files = [spoiled(file, own, tmp_path / f"{own[0]}") for own in (range(6), range(6, 9))]
+    started = [spawn(launch.replace(both, process_id=i, dataset=str(path))) for i, path in enumerate(files)]
+    assert "9 clients on 4 devices of 2 processes" in "".join(map(finish, started))
     equal(tmp_path, alone)
 
 
@@ -265,7 +307,8 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
     ]  # fmt: skip
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        cases = [build(name) for name in NAMES]
+        names = pair.names(NAMES)
+        cases = [build(name) for name in names]
         runs = [runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, pair.ROUNDS) for case in cases]
         for process in both:
             finish(process)
@@ -274,7 +317,7 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         for process in both:
             process.kill()
     found = [dict(np.load(file)) for file in files]
-    for name, (state, metrics) in zip(NAMES, jax.device_get(runs)):
+    for name, (state, metrics) in zip(names, jax.device_get(runs)):
         for i, leaf in enumerate(jax.tree.leaves(state.server)):
             for process in found:
                 np.testing.assert_allclose(process[f"{name}/server/{i}"], leaf, rtol=1e-10, atol=1e-12, err_msg=name)
@@ -284,10 +327,10 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         np.testing.assert_allclose(found[0][f"{name}/loss"], metrics.loss, rtol=1e-10, err_msg=name)
 
 
-def deaths(folder, killed):
+def deaths(folder, killed, file):
     """What the other process says when one of two is killed in mid-run, and the round of the checkpoint."""
     address = f"127.0.0.1:{launch.free_port()}"
-    long = settings(folder, coordinator=address, num_processes=2, rounds=100_000)
+    long = settings(folder, dataset=str(file), coordinator=address, num_processes=2, rounds=100_000)
     processes = [spawn(launch.replace(long, process_id=i)) for i in range(2)]
     try:
         assert processes[0].stderr is not None
@@ -310,27 +353,27 @@ def deaths(folder, killed):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_stops_the_other_and_the_job_goes_on_elsewhere(tmp_path):
-    errors, done = deaths(tmp_path, 1)
+def test_a_process_that_is_killed_stops_the_other_and_the_job_goes_on_elsewhere(tmp_path, file):
+    errors, done = deaths(tmp_path, 1, file)
     assert "stopped sending heartbeats" in errors or "Connection" in errors, errors[-3000:]
     rounds = done + 6
-    finish(spawn(settings(tmp_path, devices=3, rounds=rounds)))
+    finish(spawn(settings(tmp_path, dataset=str(file), devices=3, rounds=rounds)))
     folder = tmp_path / "whole"
     folder.mkdir()
-    finish(spawn(settings(folder, rounds=rounds, chunk=1000)))
+    finish(spawn(settings(folder, dataset=str(file), rounds=rounds, chunk=1000)))
     equal(tmp_path, (np.load(folder / "record.params.npy"), np.load(folder / "record.npz")["metrics/loss"]))
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_is_killed_stops_the_other_too(tmp_path):
-    errors, done = deaths(tmp_path, 0)
+def test_a_coordinator_that_is_killed_stops_the_other_too(tmp_path, file):
+    errors, done = deaths(tmp_path, 0, file)
     assert done >= 4 and ("the coordination service" in errors or "Connection" in errors), errors[-3000:]
 
 
 @pytest.mark.slow
-def test_the_launcher_reports_processes_that_failed(tmp_path):
-    finish(spawn(settings(tmp_path, rounds=2)))
-    bad = spawn(settings(tmp_path, local=2, clients=7))  # the checkpoint is of 9 clients
+def test_the_launcher_reports_processes_that_failed(tmp_path, file):
+    finish(spawn(settings(tmp_path, dataset=str(file), rounds=2)))
+    bad = spawn(settings(tmp_path, dataset=str(file), local=2, clients=7))  # the checkpoint is of 9 clients
     _, errors = bad.communicate(timeout=300)
     assert bad.returncode == 1 and "is of another structure" in errors
     assert "launch: processes ended with" in errors and "the same command goes on from" in errors

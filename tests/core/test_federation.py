@@ -280,11 +280,14 @@ def test_time_and_memory_of_a_round_on_the_host_do_not_depend_on_the_number_of_c
     def peak(n):
         many = run_of(nice_ef_bv(n)[2], 1)[0]  # compiled
         tracemalloc.start()
-        began = time.thread_time()
-        run_of(many, 5)
-        used, seconds = tracemalloc.get_traced_memory()[1], time.thread_time() - began
+        seconds = []
+        for _ in range(4):  # the fastest: a collection of garbage, or another process, may fall into one of them
+            began = time.thread_time()
+            many = run_of(many, 3)[0]
+            seconds.append(time.thread_time() - began)
+        used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return used, seconds
+        return used, min(seconds)
 
     small, large = peak(20_000), peak(2_000_000)
     assert large[0] < small[0] + 100_000  # one byte a client would be 2 MB

@@ -133,6 +133,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
         tfds_feed.source("mnist", "train")
 
 
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore")  # FedJAX's and TFDS's own
 def test_fedjax_s_sqlite_file_is_read_cohort_by_cohort(tmp_path):
     pytest.importorskip("fedjax")
@@ -151,6 +152,7 @@ def test_fedjax_s_sqlite_file_is_read_cohort_by_cohort(tmp_path):
         fedjax_feed.sqlite(tmp_path / "none")
 
 
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore")
 def test_a_tfds_data_set_on_disk_becomes_clients(tmp_path):
     tfds = pytest.importorskip("tensorflow_datasets")

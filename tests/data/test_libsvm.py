@@ -6,6 +6,8 @@ import io
 import lzma
 import os
 import sys
+import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,6 +111,88 @@ def test_a_file_without_rows_is_refused(text):
 def test_anything_but_two_classes_is_refused(text, count):
     with pytest.raises(ValueError, match=rf"{count} distinct label.*exactly two"):
         libsvm.read(io.StringIO(text))
+
+
+def with_rows(path, count, width=6):
+    rng = np.random.default_rng(count)
+    features = np.where(rng.random((count, width)) < 0.7, rng.standard_normal((count, width)), 0.0)
+    features[0, -1] = 1.0
+    dataset = libsvm.Dataset(features, np.where(np.arange(count) % 3 == 0, 1.0, -1.0), path.name)
+    libsvm.write(path, dataset)
+    return dataset
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_a_scan_has_what_the_whole_file_has_and_some_rows_are_those_of_the_whole(tmp_path, suffix, pack):
+    path = tmp_path / f"little{suffix}"
+    path.write_bytes(pack(TEXT.encode()))
+    summary = libsvm.scan("little", folder=tmp_path)
+    assert summary == libsvm.Summary(path, 3, 3, (1.0, 2.0))
+    assert libsvm.scan(path, n_features=7).width == 7
+    for rows in ([0], [1], [2], [0, 2], [0, 1, 2]):
+        dataset = libsvm.read_rows(summary, np.array(rows))
+        np.testing.assert_array_equal(dataset.features, np.array(FEATURES)[rows])
+        np.testing.assert_array_equal(dataset.labels, np.array([1.0, -1.0, 1.0])[rows])
+        assert dataset.name == "little"
+
+
+def test_what_is_read_for_some_clients_is_theirs(tmp_path):
+    whole = with_rows(tmp_path / "w", 30)
+    dataset, mine = libsvm.read_parts(libsvm.scan(tmp_path / "w"), [np.array([7, 3]), np.array([3, 29])])
+    assert [ids.tolist() for ids in mine] == [[1, 0], [0, 2]]
+    np.testing.assert_array_equal(dataset.features, whole.features[[3, 7, 29]])
+    np.testing.assert_array_equal(dataset.labels, whole.labels[[3, 7, 29]])
+
+
+def test_memory_is_that_of_the_rows_that_are_read_not_of_the_file(tmp_path):
+    with_rows(tmp_path / "w", 4000, 20)
+    summary = libsvm.scan(tmp_path / "w")
+
+    def peak(job):
+        tracemalloc.start()
+        job()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    whole = peak(lambda: libsvm.read(tmp_path / "w"))
+    assert peak(lambda: libsvm.scan(tmp_path / "w")) < whole / 20
+    assert peak(lambda: libsvm.read_rows(summary, np.arange(0, 4000, 40))) < whole / 20
+
+
+def test_lines_of_others_are_neither_parsed_nor_refused_but_counted(tmp_path, monkeypatch):
+    path = tmp_path / "mixed"
+    path.write_text("1 1:1\n\n2 1:rubbish 3:1\n# none\n1 2:2\n2 3:1 1:1\n")
+    summary = libsvm.scan(path)
+    assert summary[1:] == (4, 3, (1.0, 2.0))
+    parsed = []
+    pattern = libsvm._LINE
+    seen = SimpleNamespace(fullmatch=lambda line: parsed.append(line) or pattern.fullmatch(line))
+    monkeypatch.setattr(libsvm, "_LINE", seen)
+    np.testing.assert_array_equal(libsvm.read_rows(summary, np.array([0, 2])).features, [[1, 0, 0], [0, 2, 0]])
+    assert parsed == ["1 1:1", "1 2:2"]
+    with pytest.raises(ValueError, match=r"mixed, line 3: value rubbish.*'2 1:rubbish 3:1'"):
+        libsvm.read_rows(summary, np.array([1]))
+    with pytest.raises(ValueError, match="mixed, line 6: unsorted"):
+        libsvm.read_rows(summary, np.array([3]))
+
+
+def test_rows_and_files_that_do_not_fit_are_refused(tmp_path):
+    with_rows(tmp_path / "w", 5)
+    summary = libsvm.scan(tmp_path / "w")
+    for rows in ([], [1, 1], [2, 1], [-1, 0]):
+        with pytest.raises(ValueError, match=r"rows=.*allowed: at least one, ascending, from 0 to 4"):
+            libsvm.read_rows(summary, np.array(rows, int))
+    with pytest.raises(ValueError, match="w: row 5 is wanted; allowed: 0 to 4, the file has no more"):
+        libsvm.read_rows(summary, np.array([3, 5, 7]))
+    with pytest.raises(ValueError, match=r"w, line 1: label \+1; allowed: -1 or 3"):
+        libsvm.read_rows(summary._replace(classes=(-1.0, 3.0)), np.array([0]))
+    for text, why in (("", "no rows"), ("1 1:1\n1 2:1\n", "1 distinct label"), ("x 1:1\n", "line 1: label x")):
+        (tmp_path / "bad").write_text(text)
+        with pytest.raises(ValueError, match=why):
+            libsvm.scan(tmp_path / "bad")
 
 
 def tiny(path, value):

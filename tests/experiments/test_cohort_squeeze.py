@@ -13,7 +13,7 @@ from experiments import cohort_squeeze, cohort_squeeze_grid, cohort_squeeze_netw
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return cohort_squeeze.Settings(
-        datasets=("breast_cancer",), clusters=4, per_cluster=3, gammas=(1.0, 100.0), most_local=4, rounds=12, localgd=(0.1,), seeds=2, cap=40,
+        datasets=("breast_cancer",), clusters=4, per_cluster=3, gammas=(1.0, 100.0), most_local=3, rounds=12, localgd=(0.1,), seeds=2, cap=40,
         absolute=(1.0, 0.1), relative=(0.05,), out=tmp_path_factory.mktemp("cohort"), progress=False,
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_pruning_half_of_the_weights_costs_and_every_group_is_measured(settings,
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """Every driver on a random model of one shape of layer: settings and the recipes that were measured."""
-    model, params = llm.load(models.folder(tmp_path / "model", num_hidden_layers=1))
+    model, params = llm.load(models.folder(tmp_path / "model", num_hidden_layers=2))
     task = symwanda_task.Task(model, params, models.windows(2), models.windows(2)[:, ::-1].copy())
     for module in (symwanda, symwanda_task, symwanda_zeroshot):
         monkeypatch.setattr(module, "load", lambda settings: task)
@@ -120,6 +120,7 @@ LINES = {
 }  # fmt: skip
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_zero_shot_is_the_accuracy_of_our_own_reader_on_every_task(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
@@ -161,19 +162,23 @@ def test_the_figures_of_the_readme_on_stories260k(real_data, monkeypatch):
     assert claims.stories_ranking().errata == "W17" and claims.stories_groups().verdict == "reproduced"
 
 
-def test_what_was_computed_is_not_computed_again(settings, monkeypatch):
+def test_what_was_computed_is_not_computed_again(tiny, monkeypatch):
+    settings, _ = tiny
     rows = symwanda.strategies(settings)
     monkeypatch.setattr(symwanda, "measured", lambda task, recipe: pytest.fail("computed twice"))
     assert symwanda.strategies(settings) == rows
 
 
-def test_all_seeds_in_one_program_are_the_seeds_one_by_one(settings):
+def test_all_seeds_in_one_vmap_are_the_seeds_one_by_one(tiny):
+    settings = dataclasses.replace(tiny[0], betas=(0.2,), seeds=2)
     task = symwanda.load(settings)
     recipe = Recipe(0.5, score=choose(scores.stoch_ria, beta=0.2))
+    for group in symwanda.GROUPS:
+        together = symwanda.over_seeds(task, recipe._replace(group=group), 2)
+        apart = [symwanda.measured(task, recipe._replace(seed=seed, group=group)) for seed in range(2)]
+        np.testing.assert_allclose(together, apart, rtol=1e-5)
+        assert together[0] != together[1]
     together = symwanda.over_seeds(task, recipe, 2)
-    apart = [symwanda.measured(task, recipe._replace(seed=seed)) for seed in range(2)]
-    np.testing.assert_allclose(together, apart, rtol=2e-3)  # a tie of float32 scores may fall otherwise
-    assert together[0] != together[1]
     row = symwanda.beta(settings)[1]
     assert row["output"] == pytest.approx(np.mean(together)) and row["output_std"] == pytest.approx(
         np.std(together, ddof=1)
@@ -189,7 +194,8 @@ def test_claims_about_matrices_are_corrected_as_the_errata_say():
     assert [claims.special_case().errata, claims.grow_rule().errata] == ["W7", "W4"]
 
 
-def test_patterns_that_do_not_fit_every_layer_are_left_out(settings, monkeypatch):
+def test_patterns_that_do_not_fit_every_layer_are_left_out(tiny, monkeypatch):
+    settings, _ = tiny
     monkeypatch.setattr(symwanda, "SCORES", {"Wanda": symwanda.SCORES["Wanda"]})
     monkeypatch.setattr(symwanda, "over_seeds", lambda task, recipe, seeds: [20.0, 22.0])
     rows = symwanda.patterns(settings)

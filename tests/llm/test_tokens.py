@@ -126,6 +126,7 @@ def test_a_folder_with_llama2c_tokens_needs_no_transformers(tmp_path, monkeypatc
         tokens.load(tmp_path)
 
 
+@pytest.mark.extra
 def test_a_folder_of_hugging_face(tmp_path):
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -14,7 +14,10 @@ from commjax import llm  # noqa: E402
 from commjax.llm import base, config, llama2c, tokens  # noqa: E402
 from tests.llm import tiny  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, which change with every release
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.filterwarnings("ignore"),  # theirs, which change with every release
+]
 
 
 def torch_model(folder, **options):

@@ -229,3 +229,18 @@ def test_non_finite_data_is_refused(function):
     dataset.features[5, 2] = np.nan
     with pytest.raises(ValueError, match="toy: row 5 has a non-finite feature"):
         getattr(logistic, function)(dataset, ROWS, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_softplus_is_exact_to_rounding_everywhere(dtype):
+    z = np.concatenate([np.linspace(-40, 40, 1601), [-700.0, -87.0, -1e-8, 0.0, 1e-8, 700.0, 1e30]]).astype(dtype)
+    exact = np.logaddexp(0, z.astype(np.float64))
+    found = logistic.softplus(jnp.asarray(z))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, exact, rtol=8 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).tiny)
+    slope, bend = (jax.vmap(f)(jnp.asarray(z)) for f in (jax.grad(logistic.softplus), jax.hessian(logistic.softplus)))
+    p = np.exp(-np.logaddexp(0, -z.astype(np.float64)))
+    np.testing.assert_allclose(slope, p, rtol=64 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).tiny)
+    np.testing.assert_allclose(bend, p * np.exp(-exact), rtol=1e-4, atol=np.finfo(dtype).eps)
+    ends = np.asarray(logistic.softplus(jnp.asarray([-np.inf, np.inf, np.nan], dtype)))
+    assert ends[0] == 0 and ends[1] == np.inf and np.isnan(ends[2])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commjax.pruning import masks, regrow, scores, statistics
+from commjax.pruning import masks, regrow, scores, statistics, swaps
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["dsnot"]
 
@@ -150,6 +150,24 @@ def test_with_a_pattern_dsnot_is_the_released_loop_bit_for_bit(pattern):
     expected = ~released_n_m(~np.asarray(mask).T, M, G, S.T, pattern[1]).T
     assert np.any(expected != mask)
     check(W, mask, regrow.dsnot(W, mask, stats, pattern=pattern, prune=jnp.array(S)), expected)
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4)])
+def test_outputs_in_blocks_of_which_the_last_is_filled_up_are_the_oracle(pattern, monkeypatch):
+    monkeypatch.setattr(swaps, "_BLOCK", 8)
+    W, stats = layer(40, 22, 31)  # three blocks of eight, and a shape of its own, because programs are kept
+    mask = first_mask(W, stats, pattern)
+    expected = oracle(mask, *inputs_of(W, stats), m=pattern and pattern[1], same_sign=pattern is not None)
+    check(W, mask, regrow.dsnot(W, mask, stats, pattern=pattern), expected)
+
+
+def test_one_program_serves_every_number_of_swaps():
+    W, stats = layer(20, 24, 32)
+    mask = first_mask(W, stats, None)
+    regrow.dsnot(W, mask, stats, cycles=2)
+    size = regrow._dsnot._cache_size()
+    few, more = (regrow.dsnot(W, mask, stats, cycles=cycles, threshold=0.0)[1] for cycles in (1, 5))
+    assert regrow._dsnot._cache_size() == size and not np.array_equal(few, more)
 
 
 def test_the_sign_rule_is_off_by_default_but_on_for_patterns_as_released():

@@ -132,6 +132,7 @@ def test_arrays_in_a_recipe_are_known_by_their_digest():
     assert one["score"]["X"] == two["score"]["X"] and one["score"]["Y"] != two["score"]["Y"]
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_transformers_loads_the_output_as_it_is(kind, tmp_path):
     torch = pytest.importorskip("torch")

@@ -160,6 +160,7 @@ def lm_eval(monkeypatch):
         yield found
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -193,6 +194,7 @@ def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatc
     assert 0 < found.acc < 1 and found.acc != found.acc_norm
 
 
+@pytest.mark.extra
 def test_the_face_of_lm_eval(lm_eval, loaded):
     model, params, tokenizer = loaded
     face = zeroshot.template_lm(*loaded, eot=7)

@@ -1,28 +1,50 @@
-"""What all parties agree on, and what each client has: no Flower here, so that a simulation can import it."""
+"""What all parties agree on, and what each client has: no Flower here, so that a simulation can import it.
 
+    python -m flower_ef_bv.task DATASET N I [MU] [SEED]       L_i of client I, which it tells the others before the run
+
+Nobody has anybody else's rows.  A client parses its own; the server has none.  The stepsize needs L_tilde = sqrt(mean_i L_i^2), so the
+clients tell their L_i, one number each, to whoever writes the run's configuration (`smoothness`; any bound will do, at the price of
+a smaller stepsize).  A client whose own L_i shows that the number is too small refuses to take part.
+"""
+
+import sys
 from functools import cache, partial
+from math import sqrt
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.data import embedded, libsvm, partition, stacked
+from commjax.compressors.envelope import RefusedError
+from commjax.data import stacked
+from commjax.data.own import own_rows
 from commjax.exchange import Contract
-from commjax.problems import logistic
+from commjax.problems import constants, logistic
 
 
 @cache
-def split(name: str, n: int, seed: int):
-    """The data set and each client's rows"""
-    dataset = embedded.breast_cancer() if name == "breast_cancer" else libsvm.load(name)
-    return dataset, partition.blocks(len(dataset.labels), n, seed=seed)
+def own(name: str, n: int, id: int, mu: float, seed: int):
+    """One client's rows, padded to those of the largest so that one program serves all; and its L_i"""
+    dataset, mine, longest = own_rows(name, n, [id], seed)
+    L_i = float(logistic.constants(dataset, mine, mu).L_i[0])
+    return jax.tree.map(lambda leaf: leaf[0], stacked.stack(dataset, mine, longest)), L_i
 
 
 def data(config, id: int):
-    """The rows of one client, and of no other (all of the same shape, so that one program serves all)"""
-    dataset, rows = split(config["dataset"], config["n"], config["seed"])
-    return jax.tree.map(lambda leaf: leaf[0], stacked.stack(dataset, [rows[id]], max(map(len, rows))))
+    """The rows of one client, and of no other"""
+    rows, L_i = own(config["dataset"], config["n"], id, config["mu"], config["seed"])
+    if rows.features.shape[1] != config["features"]:
+        raise RefusedError(
+            f"features={config['features']}; allowed: {rows.features.shape[1]}, which client {id}'s have"
+        )
+    if L_i > sqrt(config["n"]) * config["smoothness"]:
+        least = L_i / sqrt(config["n"])
+        raise RefusedError(
+            f"smoothness={config['smoothness']}; allowed: at least {least:.4g}: L_{id} alone is {L_i:.4g}"
+        )
+    return rows
 
 
 @cache
@@ -33,10 +55,14 @@ def method(mu: float, k: int, half: int, nice: int):
 
 
 def contract(config) -> Contract:
-    dataset, rows = split(config["dataset"], config["n"], config["seed"])
-    d = dataset.features.shape[1]
+    """From the run's configuration alone"""
+    n, d = config["n"], config["features"]
     compressor, algorithm = method(config["mu"], config["k"], d // 2, config["nice"])
-    # All agree on the stepsize.  Here everybody has the file and computes it; where nobody has, agree on a bound of the L_i.
-    hparams = ef_bv.theoretical(compressor.constants(d, config["n"]), logistic.constants(dataset, rows, config["mu"]))
-    init = partial(algorithm.init, jnp.zeros(d))
-    return Contract(algorithm, hparams, init, config["n"], jax.random.key(config["seed"]))
+    bound = constants.smoothness(np.full(n, config["smoothness"]), mu=config["mu"])
+    hparams = ef_bv.theoretical(compressor.constants(d, n), bound)
+    return Contract(algorithm, hparams, partial(algorithm.init, jnp.zeros(d)), n, jax.random.key(config["seed"]))
+
+
+if __name__ == "__main__":
+    name, n, id, mu, seed = [*sys.argv[1:], *("0.1", "0")[len(sys.argv) - 4 :]]
+    print(f"client {id} of {n}: L_i = {own(name, int(n), int(id), float(mu), int(seed))[1]:.6g}")
