@@ -13,7 +13,7 @@ from commjax.data.stacked import Examples
 from commjax.problems import layered, networks
 from experiments import fedp3 as experiment
 from experiments import plots
-from experiments.claims import Claim, compiled_quickly
+from experiments.claims import Claim, compiled_quickly, corrected
 
 METHOD = "FedP3"
 N, ROWS = 8, 12
@@ -49,7 +49,7 @@ def percentages() -> Claim:
         METHOD, "A client that trains fc1 sends 10,815 times as much as one that trains conv1 (CIFAR10); 1522.91, 13749.46, 30.23 elsewhere",
         "L1825, L4037", "ratios 10815, 1522.91, 13749.46, 30.23",
         f"{', '.join(format(row['spread'], '.2f') for row in found.values())}: all are 100 (max - min) / min of params(layer) + params(ffc); {most / least:.2f} times as much on CIFAR10",
-        "corrected" if right else "differs", "F1", figure=plots.png(figure),
+        *corrected(right, "F1"), figure=plots.png(figure),
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def deployed() -> Claim:
     return Claim(
         METHOD, "At keep ratio 0.5 the model of a conv1 client is 57.93 % smaller than that of an fc1 client", "L4037",
         "57.93 % smaller", f"the fc1 client's is {larger:.2f} % larger, the conv1 client's {smaller:.2f} % smaller",
-        "corrected" if round(larger, 2) == 57.93 else "differs", "F3",
+        *corrected(round(larger, 2) == 57.93, "F3"),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def shares() -> Claim:
     return Claim(
         METHOD, "OPU3, OPU2 and LowerB save 20, 40 and 60 % of the communication; only 80 % of the parameters are sent", "L1824",
         "80, 60 and 40 %", f"of the layers; of the params {sent[0]:.2f}, {sent[1]:.2f} and {sent[2]:.2f} % in expectation ({drawn[0]:.1f}, {drawn[1]:.1f}, {drawn[2]:.1f} over 5,000 drawn clients), uplink only",
-        "corrected" if [round(share, 2) for share in sent] == [75.09, 50.18, 25.27] and agree else "differs", "F5",
+        *corrected([round(share, 2) for share in sent] == [75.09, 50.18, 25.27] and agree, "F5"),
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def weights() -> Claim:
     return Claim(
         METHOD, "Weighted averaging: alpha_i = |L_i| / sum_j |L_j| over all clients", "L1726, L1918",
         "an average", f"clients with 2 and 6 layers that sent 10 and 20 give {printed:.2f} as printed (weights sum to {8 / 12:.2f}, the layer shrinks every round), {found:.2f} normalised over the layer's holders",
-        "corrected" if abs(found - 17.5) < 1e-12 and abs(printed - 35 / 3) < 1e-12 else "differs", "F8",
+        *corrected(abs(found - 17.5) < 1e-12 and abs(printed - 35 / 3) < 1e-12, "F8"),
     )  # fmt: skip
 
 

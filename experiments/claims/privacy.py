@@ -4,7 +4,7 @@ import jax
 
 from commjax import accounting, private_training
 from experiments import fedp3_theory
-from experiments.claims import Claim, compiled_quickly
+from experiments.claims import Claim, compiled_quickly, corrected
 
 METHOD = "LDP-FedP3"
 TARGETS, DELTA, ROUNDS, RATE = (1.0, 4.0, 8.0), 1e-5, 25, 0.5
@@ -21,7 +21,7 @@ def certified() -> Claim:
         METHOD, "(epsilon, delta)-LDP for every client", "Thm L1779",
         "epsilon = 1, 4, 8 at delta = 1e-5, from a formula for sigma",
         "; ".join(parts) + f" ({ROUNDS} rounds, rate {RATE}, a row changed; noise from an accountant, 2000 runs of the attack in each world)",
-        "corrected" if inside else "differs", "F20",
+        *corrected(inside, "F20"),
     )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def formula() -> Claim:
         "epsilon = 1, with an unknown constant c; the printed logarithm is 0 there",
         "with log(1/delta) and c = 1, 1000 full rounds of 500 rows have epsilon = "
         + ", ".join(f"{value:.2f} ({name})" for name, value in values.items()),
-        "corrected" if found == [1.11, 2.40] else "differs", "F20",
+        *corrected(found == [1.11, 2.40], "F20"),
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def scaled_noise() -> Claim:
         METHOD, "Noise of variance sigma^2 is added to the weights, whatever the stepsize", "Alg. L4179",
         "epsilon = 1", "; ".join(f"epsilon = {value:.2f} at gamma = {gamma:g}" for gamma, value in seen.items())
         + "; scaled by gamma it is 1 for all of them",
-        "corrected" if seen[2.0] > 2 > 1 >= seen[1.0] else "differs", "F16",
+        *corrected(seen[2.0] > 2 > 1 >= seen[1.0], "F16"),
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def floor() -> Claim:
         "FedP3", "min_k E |grad f(w^k)|^2 <= 2 (1 + Lbar L_max gamma^2)^K Delta_0 / (gamma K)", "Thm L1770",
         f"{printed:.1e} for two clients |w -+ c|^2 / 2, K = 100, Delta_0 = 1e-3",
         f"it starts at 2.0e-3 and grows to {found:.4f}: the sketch leaves gamma / (2 - gamma) = {exact:.4f} of the variance between clients",
-        "corrected" if agrees else "differs", "F11",
+        *corrected(agrees, "F11"),
     )  # fmt: skip
 
 
