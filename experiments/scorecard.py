@@ -1,6 +1,6 @@
 """The scorecard: every claim, the thesis's figure, what was measured just now, and the verdict.
 
-    python -m experiments.scorecard                 about 10 CPU minutes, no network, no files
+    python -m experiments.scorecard                 a few minutes, one process a core; no network, no files
 
 Expected: 50 claims (52 where COMMJAX_DATA has stories260K); five (six) differ, as the errata S11, P15 and W17 say; results/scorecard/index.html (self-contained) and scorecard.json.
 Exit status 1 when a claim differs and no erratum says so: a documented difference is a finding, not a failure.  A method adds its claims as one file in experiments/claims/.
