@@ -11,13 +11,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from commjax import clients, local, tree
-from commjax.algorithms import scafflix_apart
+from commjax.algorithms import scafflix_apart, scafflix_round
 from commjax.algorithms.flix import checked_alpha, checked_optimum
 from commjax.algorithms.scafflix_round import (
     Client,
     Server,
     close,
-    coin,
     first_heads,
     keys_of,
     local_step,
@@ -196,7 +195,7 @@ def iterations(
     def step(key, hparams, state, batch, *, axis_name=None):
         keys, server = keys_of(key), state.server
         n = clients.count(state.clients.id, axis_name)
-        heads = coin(keys.coin, hparams.p, server.iterations)
+        heads = scafflix_round.coin(keys.coin, hparams.p, server.iterations)
         received = clients.broadcast(server.params, axis_name)
         size = n if cohort is None else cohort
         draw = jax.random.fold_in(keys.cohort, server.communications)

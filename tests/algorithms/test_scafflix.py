@@ -71,7 +71,7 @@ def begin(algorithm, **per_client):
 
 def toss(monkeypatch, coins):
     """From now on the coin of iteration t is coins[t]."""
-    monkeypatch.setattr(scafflix, "_coin", lambda key, p, t: jnp.asarray(coins, bool)[t])
+    monkeypatch.setattr(scafflix_round, "coin", lambda key, p, t: jnp.asarray(coins, bool)[t])
 
 
 def own_models(hparams, state):
@@ -402,7 +402,7 @@ def test_the_number_of_local_steps_is_geometric_with_mean_1_over_p(p):
 
 
 def test_no_probability_makes_a_program_that_does_not_end(monkeypatch):
-    monkeypatch.setattr(scafflix, "MOST_STEPS", 50)
+    monkeypatch.setattr(scafflix_round, "MOST_STEPS", 50)
     _, metrics = run(scafflix.scafflix(value_and_grad), scafflix.hparams(0.1, ALPHA, 1e-9), 2)
     assert metrics.iterations.tolist() == [51, 51]
 
