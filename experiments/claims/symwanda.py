@@ -15,7 +15,7 @@ from experiments import symwanda as experiment
 from experiments.claims import Claim
 
 METHOD = "SymWanda"
-SETTINGS = experiment.Settings(samples=8, most=24, seeds=5, progress=False)
+SETTINGS = experiment.Settings(samples=8, most=16, seeds=5, progress=False)
 # A pretrained model, with the windows of the README's tables.
 STORIES = experiment.Settings(model="stories260K", progress=False)
 
