@@ -155,7 +155,7 @@ def test_tasks_that_are_not_there_are_named(tmp_path):
 def test_the_figures_of_the_readme_on_stories260k(real_data, monkeypatch):
     monkeypatch.setenv("COMMJAX_DATA", str(real_data))
     claims.stories.cache_clear()
-    rows, dense = claims.stories(symwanda.Settings(model="stories260K", progress=False))
+    rows, dense = claims.stories()
     wanda, ria = rows["Wanda"], rows["RIA, alpha = 0.5"]
     found = [dense, wanda["output"], wanda["layer"], ria["output"], ria["layer"]]
     np.testing.assert_allclose(found, [4.396, 5.351, 5.540, 5.384, 5.378], atol=2e-3)
