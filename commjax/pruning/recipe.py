@@ -92,7 +92,10 @@ def scoring(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tup
 
 def _shapes(model: Model) -> dict[tuple[int, ...], str]:
     """Shape of a kernel -> the first layer that has it."""
-    return {model.block_shapes[name]["kernel"]: name for name in reversed(model.linear)}
+    found: dict[tuple[int, ...], str] = {}
+    for name in model.linear:
+        found.setdefault(model.block_shapes[name]["kernel"], name)
+    return found
 
 
 def _check_spread(sparsity: float, spread: float, blocks: int) -> None:

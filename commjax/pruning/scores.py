@@ -198,8 +198,8 @@ def score(
     def apply(W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
         if 0 in W.shape:
             raise ValueError(f"W has shape {W.shape}; allowed: at least one input and one output")
-        keys = {} if key is None else dict(zip(terms, jax.random.split(key)))
-        sampled = {axis: term for axis, term in terms.items() if isinstance(term, _Sampled)}
+        keys: dict[Axis, Key] = {} if key is None else dict(zip(terms, jax.random.split(key)))
+        sampled: dict[Axis, _Sampled] = {axis: term for axis, term in terms.items() if isinstance(term, _Sampled)}
         drawn = {axis: term(W, stats, keys.get(axis), axis) for axis, term in sampled.items()}
         S, finite = matrix(W, stats, keys, drawn)
         _check_finite(finite, W=W, stats=stats)

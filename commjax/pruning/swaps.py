@@ -7,7 +7,7 @@ loop over so many outputs at a time that their keys stay in cache, and a block i
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ class _Carry(NamedTuple):
     error: Float[Array, "o"]
     active: Bool[Array, "o"]
     grow: _Queue
-    prune: _Queue | None  # without a pattern
-    mask: Mask | None  # with one
+    prune: Any  # _Queue; None with a pattern
+    mask: Mask | None  # with a pattern
 
 
 def _ordered(a: Matrix) -> Int[Array, "i o"]:
@@ -160,24 +160,23 @@ def swaps(
     def cycle(carry):
         t, error, active, grow, prune, mask = carry
         has_g, g, grow_after = _take(grow_keys, grow, error > 0, from_end=True)
-        if prune is None:
+        if mask is not None:
             has_p, p = least_of_group(g, mask)
-            prune_after = None
         else:
             has_p, p, prune_after = _take(prune_keys, prune, error > 0)
         after = error + at(p) - at(g)
         active &= (jnp.abs(error) > threshold) & has_g
-        if m is None:
+        if mask is None:
             active &= has_p
         if same_sign:
             active &= ~has_p | (jnp.sign(after) == jnp.sign(first_error))
         swap = active & has_p
-        if prune is None:
-            mask = mask.at[jnp.where(swap, g, inputs), out].set(True, mode="drop")
-            mask = mask.at[jnp.where(swap, p, inputs), out].set(False, mode="drop")
-        else:  # what is taken is swapped, or the output is done
-            grow_after, prune_after = _where(swap, grow_after, grow), _where(swap, prune_after, prune)
-        return _Carry(t + 1, jnp.where(swap, after, error), active, grow_after, prune_after, mask)
+        error = jnp.where(swap, after, error)
+        if mask is None:  # what is taken is swapped, or the output is done
+            return _Carry(t + 1, error, active, _where(swap, grow_after, grow), _where(swap, prune_after, prune), None)
+        mask = mask.at[jnp.where(swap, g, inputs), out].set(True, mode="drop")
+        mask = mask.at[jnp.where(swap, p, inputs), out].set(False, mode="drop")
+        return _Carry(t + 1, error, active, grow_after, None, mask)
 
     start = _Carry(
         cycle=jnp.zeros((), jnp.int32),
@@ -188,7 +187,7 @@ def swaps(
         mask=mask if m else None,
     )
     end = jax.lax.while_loop(lambda carry: (carry.cycle < cycles) & jnp.any(carry.active), cycle, start)
-    if end.prune is None:
+    if end.mask is not None:
         return end.mask
     grown, pruned = _taken(grow_keys, end.grow, inputs, from_end=True), _taken(prune_keys, end.prune, inputs)
     return (mask | grown) & ~pruned
