@@ -568,3 +568,23 @@ def test_a_batch_larger_than_a_client_s_data_is_refused():
         local.check_batch(2, {"x": jnp.ones((2, 3)), "weights": weights})
     with pytest.raises(ValueError, match="batch=0"):
         local.check_batch(0, DATA)
+
+
+@pytest.mark.parametrize("over", [clients.one_by_one, jax.vmap], ids=["branches", "vmap"])
+def test_one_program_serves_plans_that_stand_one_beneath_the_other(over):
+    several = plans.beneath([plans.everything(LAYERS, N), MIXED])
+    algorithm = fedp3.fedp3(loss, several, steps=2, over=over)
+    start = algorithm.init(PARAMS, IDS, rows=np.arange(N) + N)
+    found, metrics = jax.jit(algorithm.step)(KEY, fedp3.HParams(GAMMA), start, DATA)
+    wanted, price = one_round(over=over)
+    close(found.server, wanted.server)
+    close(metrics, price)
+    own = jax.tree.map(lambda leaf: leaf[1], DATA)
+    how: Any = {"loss": loss, "steps": 2}
+    message = fedp3.messages(KEY, fedp3.HParams(GAMMA), start, own, 1, plan=several, **how)
+    plain = fedp3.fedp3(loss, MIXED, steps=2).init(PARAMS, IDS)
+    assert message == fedp3.messages(KEY, fedp3.HParams(GAMMA), plain, own, 1, plan=MIXED, **how)
+    with pytest.raises(ValueError, match=r"rows=\[0 1 2 8\]; allowed: for each of 4 clients a row of the plan, 0 to 7"):
+        algorithm.init(PARAMS, IDS, rows=np.array([0, 1, 2, 8]))
+    with pytest.raises(ValueError, match=r"rows=\[0 1\]; allowed: for each of 4 clients"):
+        algorithm.init(PARAMS, IDS, rows=np.array([0, 1]))
