@@ -31,8 +31,9 @@ from commjax.checkpoint import write_atomically
 from commjax.layers import Layers
 from commjax.problems import layered, resnet
 from experiments import fedp3_privacy, plots, tables
+from experiments.fedp3_plans import Run
 from experiments.fedp3_report import report, stem_of
-from experiments.fedp3_runs import Run, measure
+from experiments.fedp3_runs import measure
 from experiments.fedp3_task import Settings
 
 FEDAVG = Run("FedAvg", "fedavg", keep=1.0)

@@ -5,9 +5,8 @@ rows and masks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,98 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import clients, local, plans, runner
-from commjax.algorithms import aggregation, ditto, fedavg, fedcr, fedcr_layers, fedp3, fedprox, flix, submodels
+from commjax import clients, local, runner
+from commjax.algorithms import aggregation, ditto, fedavg, fedcr, fedcr_layers, fedp3, fedprox, flix
 from commjax.base import Algorithm, State
-from commjax.layers import Layers
-from commjax.problems import networks, resnet
+from commjax.problems import networks
 from commjax.records import Record
 from experiments import fedp3_fedcr
+from experiments.fedp3_plans import TOGETHER, Run, expected_bits, plans_of, possible, program_of, pruning_in
 from experiments.fedp3_task import Settings, Task, data_of, load, shape_of
 from experiments.scafflix_networks import accuracy
-
-
-@dataclass(frozen=True)
-class Run:
-    """One row of a table."""
-
-    name: str
-    method: str = "fedp3"
-    counts: tuple[int, ...] = ()  # of layers beside the final one; empty: all
-    variant: str = ""  # of ResNet-18
-    keep: float = 0.9
-    local: str = "fixed"
-    low: float = 0.9  # least ratio of local pruning
-    aggregate: str = "simple"
-
-    def label(self) -> str:
-        words = [
-            self.method,
-            "-".join(map(str, self.counts)),
-            self.variant,
-            f"{self.keep:g}",
-            self.local if self.local == "fixed" else f"{self.local}{self.low:g}",
-            self.aggregate,
-        ]
-        return "_".join(word.replace(" ", "") for word in words if word)
-
-
-TOGETHER = 5  # seeds whose plans stand in one compiled program, one beneath the other
-
-
-def plan_of(run: Run, names: Layers, n: int, seed: int) -> plans.Plan:
-    if run.variant:
-        return resnet.variant(names, n, run.variant, keep=run.keep, seed=seed)
-    return plans.opu(names, n, *run.counts, keep=run.keep, seed=seed) if run.counts else plans.everything(names, n)
-
-
-def plans_of(run: Run, names: Layers, n: int, seed: int) -> tuple[plans.Plan, np.ndarray | None]:
-    """A plan that has the plan of a seed inside, and where; the same for neighbouring seeds."""
-    if not (run.counts or run.variant):  # nothing to draw
-        return plan_of(run, names, n, 0), None
-    first = seed - seed % TOGETHER
-    several = plans.beneath([plan_of(run, names, n, first + more) for more in range(TOGETHER)])
-    return several, np.arange(n, dtype=np.int32) + n * (seed - first)
-
-
-def possible(run: Run, names: Layers) -> tuple[plans.Plan, list[float]]:
-    """Every L_i once, and its chance."""
-    final, hidden = names.names[-1], names.names[:-1]
-    if run.variant:
-        sets = [[name for name in names.names if name not in left] for left in resnet.left_out(run.variant)]
-        chances = [1 / len(sets)] * len(sets)
-    else:
-        several = [list(combinations(hidden, count)) for count in run.counts or (len(hidden),)]
-        sets = [[*one, final] for group in several for one in group]
-        chances = [1 / len(several) / len(group) for group in several for _ in group]
-    return plans.plan(names, sets, run.keep), chances
-
-
-def expected_bits(run: Run, names: Layers, params: Any, n: int) -> dict[str, float]:
-    """Bits of a client a round, in expectation over plans."""
-    plan, chances = possible(run, names)
-    if np.ndim(widths(run, n)):  # widths of their own, all layers
-        plan, chances = plans.everything(names, n), [1 / n] * n
-    pruning = local_pruning(run, len(chances))
-    bits = fedp3.ledger(plan, params, local_pruning=pruning)
-    return {way: float(np.dot(chances, bits[way])) for way in ("up", "down")}
-
-
-def widths(run: Run, n: int) -> Any:
-    """Ratios of local pruning; HeteroFL's clients have five sizes."""
-    return run.low if run.local != "heterofl" else np.linspace(run.low, 1, 5)[np.arange(n) % 5]
-
-
-def local_pruning(run: Run, n: int) -> submodels.LocalPruning:
-    low = widths(run, n)
-    made = {
-        "fixed": submodels.fixed,
-        "uniform": lambda: submodels.uniform(low),
-        "ordered": lambda: submodels.ordered(low),
-        "fjord": lambda: submodels.ordered(low, everywhere=True),
-        "heterofl": lambda: submodels.ordered(low, 1, everywhere=True),
-    }
-    return made[run.local]()
 
 
 @cache
@@ -118,7 +34,7 @@ def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorit
     if run.method == "fedcr":
         return fedcr.fedcr(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), sample, **how)
     if run.method == "fedcr_layers":
-        plan, _ = plans_of(run, fedp3_fedcr.layers(settings, task), n, seed)
+        plan, _ = plans_of(run, settings, fedp3_fedcr.layers(settings, task), n, seed)
         return fedcr_layers.fedcr_layers(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), plan, sample, **how)
     if run.method in ("fedavg", "fedprox", "ditto"):
         made = {"fedavg": fedavg.fedavg, "fedprox": fedprox.fedprox, "ditto": ditto.ditto}[run.method]
@@ -128,8 +44,9 @@ def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorit
         "weighted": aggregation.weighted(),
         "attention": aggregation.attention(task.held),
     }
+    plan, _ = plans_of(run, settings, task.layers, n, seed)
     return fedp3.fedp3(
-        task.problem.loss, plans_of(run, task.layers, n, seed)[0], sample, local_pruning=local_pruning(run, n),
+        task.problem.loss, plan, sample, local_pruning=pruning_in(plan, run, settings),
         aggregate=joins[run.aggregate], others=settings.others, **how,
     )  # fmt: skip
 
@@ -169,10 +86,13 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     """One run; its record has the test accuracy every few rounds, over the test rows of all clients, and that of local models."""
     task = load(data_of(settings), split)
     shared, n = shape_of(settings), len(task.train.weights)
-    algorithm, hparams = algorithm_of(run, shared, split, seed - seed % TOGETHER), hparams_of(run, settings)
+    algorithm, hparams = (
+        algorithm_of(program_of(run, shared), shared, split, seed - seed % TOGETHER),
+        hparams_of(run, settings),
+    )
     params, problem, model = _start(run, task, shared, seed)
     planned = run.method in ("fedp3", "fedcr_layers")
-    rows = {"rows": plans_of(run, task.layers, n, seed)[1]} if planned else {}
+    rows = {"rows": plans_of(run, shared, task.layers, n, seed)[1]} if planned else {}
     begin: Any = algorithm.init  # that of methods with a plan has more arguments
 
     def evaluate(state):
@@ -212,8 +132,9 @@ def _saved(path: Path, rounds: int) -> np.ndarray | None:
 def local_accuracy(run: Run, settings: Settings, split: str, seed: int, hparams: Any, state: Any) -> float:
     """Mean over clients of the accuracy of their local model (L_i trained, the rest pruned) on their own test rows: F23's metric."""
     task = load(data_of(settings), split)
-    sums = _local_sums(run, settings, split, seed - seed % TOGETHER)
-    _, rows = plans_of(run, task.layers, len(task.train.weights), seed)
+    program = replace(program_of(run, settings), aggregate="simple")
+    sums = _local_sums(program, settings, split, seed - seed % TOGETHER)
+    _, rows = plans_of(run, settings, task.layers, len(task.train.weights), seed)
     state = State(state.server, fedp3.Client(state.clients.id, row=None if rows is None else jnp.asarray(rows)))
     right, total = sums(jax.random.key(seed), hparams, state, (task.train, task.test))
     return float(np.mean(np.asarray(right) / np.asarray(total)))
@@ -222,14 +143,14 @@ def local_accuracy(run: Run, settings: Settings, split: str, seed: int, hparams:
 @cache
 def _local_sums(run: Run, settings: Settings, split: str, first: int):
     task = load(data_of(settings), split)
-    plan, _ = plans_of(run, task.layers, len(task.train.weights), first)
+    plan, _ = plans_of(run, settings, task.layers, len(task.train.weights), first)
     problem, draw = task.problem, local.minibatch(settings.batch)
 
     @jax.jit
     def sums(key, hparams, state, data):
         return fedp3.local_models(
             key, hparams, state, data, problem.loss, plan, lambda key, pair: draw(key, pair[0]),
-            local_pruning=local_pruning(run, len(plan.keep)), others=settings.others, **_how(settings),
+            local_pruning=pruning_in(plan, run, settings), others=settings.others, **_how(settings),
             use=lambda model, pair: problem.accuracy_sums(model, pair[1]),
         )  # fmt: skip
 

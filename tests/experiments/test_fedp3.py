@@ -14,10 +14,10 @@ from commjax import plans
 from commjax.algorithms import fedp3 as algorithms
 from commjax.data import cifar
 from commjax.records import Record
-from experiments import fedp3, fedp3_runs, fedp3_task
+from experiments import fedp3, fedp3_plans, fedp3_runs, fedp3_task
 from experiments.bench import fedp3 as bench
 from experiments.claims import fedp3 as claims
-from experiments.fedp3_runs import Run
+from experiments.fedp3_plans import Run
 from experiments.fedp3_task import Settings
 
 
@@ -166,7 +166,7 @@ def test_models_have_the_layers_that_plans_need(settings):
     for model, depth in (("mlp", 5), ("cnn", 5), ("resnet", 18)):
         task = fedp3_task.load(fedp3_task.data_of(replace(settings, model=model)), "class")
         assert len(task.layers.names) == depth
-        assert fedp3_runs.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
+        assert fedp3_plans.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
     table = fedp3_task.module_of(replace(settings, model="table"))
     assert (table.width, table.hidden, table.side) == (64, 1024, 32)
 
@@ -182,13 +182,13 @@ def test_expected_bits_are_means_over_plans(settings):
     task = fedp3_task.load(fedp3_task.data_of(settings), "class")
     params = task.problem.init(jax.random.key(0), task.train.inputs[0, :1])
     for run in (Run("x", counts=(1, 3), keep=0.6), Run("y", counts=(2,), keep=0.5, local="ordered", low=0.5)):
-        found = fedp3_runs.expected_bits(run, task.layers, params, 4)
+        found = fedp3_plans.expected_bits(run, task.layers, params, 4)
         drawn = algorithms.ledger(
-            fedp3_runs.plan_of(run, task.layers, 4000, 1), params, local_pruning=fedp3_runs.local_pruning(run, 4000)
+            fedp3_plans.plan_of(run, task.layers, 4000, 1), params, local_pruning=fedp3_plans.local_pruning(run, 4000)
         )
         for way in ("up", "down"):
             assert found[way] == pytest.approx(drawn[way].mean(), rel=0.02)
-    widths = fedp3_runs.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
+    widths = fedp3_plans.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
     assert widths["up"] == widths["down"] < 0.9 * 32 * (64 * 8 + 3 * 8 * 8 + 8 * 10)
 
 
