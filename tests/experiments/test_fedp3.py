@@ -192,6 +192,30 @@ def test_expected_bits_are_means_over_plans(settings):
     assert widths["up"] == widths["down"] < 0.9 * 32 * (64 * 8 + 3 * 8 * 8 + 8 * 10)
 
 
+@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("x", counts=(2,), keep=0.9), Run("y", counts=(3,), keep=0.7, local="uniform", low=0.7), Run("z", counts=(3,), keep=0.6),
+        Run("w", counts=(3,), keep=0.7, local="ordered", low=0.5), Run("a", counts=(1, 2, 3), keep=0.9, aggregate="weighted"),
+    ],
+)  # fmt: skip
+def test_runs_that_share_a_program_find_their_own_plan_in_it(settings, run, seed):
+    names = fedp3.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
+    several, rows = fedp3_plans.plans_of(run, settings, names, 6, seed)
+    wanted = fedp3_plans.plan_of(run, names, 6, seed)
+    np.testing.assert_array_equal(several.trained[rows], wanted.trained)
+    np.testing.assert_array_equal(several.keep[rows], wanted.keep)
+    program = fedp3_plans.program_of(run, settings)
+    again, _ = fedp3_plans.plans_of(program, settings, names, 6, 3 * (seed // 3))
+    np.testing.assert_array_equal(again.trained, several.trained)
+    np.testing.assert_array_equal(again.keep, several.keep)
+    own, shared = fedp3_plans.local_pruning(run, 6), fedp3_plans.pruning_in(several, program, settings)
+    assert shared._replace(low=0) == own._replace(low=0)
+    np.testing.assert_array_equal(shared.low[rows] if np.ndim(shared.low) else shared.low, np.broadcast_to(own.low, 6))
+    assert fedp3_plans.plans_of(Run("all", keep=1.0), settings, names, 6, seed)[1] is None
+
+
 def test_plans_and_bits_differ_between_seeds(overlap):
     rows = {row["name"]: row for row in overlap}
     assert rows["FedAvg"]["up std"] == 0 < rows["OPU2"]["up std"]
