@@ -42,7 +42,7 @@ def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[s
         )  # fmt: skip
     axes.set_xticks(np.arange(len(names)), names, rotation=30, ha="right")
     axes.set_ylabel("test accuracy, %")
-    axes.set_ylim(bottom=max(0.0, min(row["accuracy"] for row in rows) - 12))
+    axes.set_ylim(bottom=max(0.0, np.nanmin([row["accuracy"] for row in rows]) - 12))
     axes.set_title(f"{settings.task}, {settings.model}")
     axes.legend(loc="lower right", frameon=True)
     stem = stem_of(name, settings)

@@ -178,7 +178,13 @@ def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False
     rows = []
     for split in settings.splits:
         for run in runs:
-            records = [train(run, settings, split, seed) for seed in range(settings.seeds)]
+            try:
+                records = [train(run, settings, split, seed) for seed in range(settings.seeds)]
+            except runner.DivergedError as error:  # the table goes on, with nan in this row
+                print(f"{run.name}, {split}: {error}")
+                gone = np.full(1, np.nan)
+                rows.append(_row(run.name, split, gone, gone, {"up": gone, "down": gone}, {}))
+                continue
             last = 100 * np.array([record.evaluations["test"][-1] for record in records])
             own = 100 * np.array([record.evaluations.get("local", [np.nan])[-1] for record in records])
             n, m = (int(records[0].config[name]) for name in ("clients", "cohort"))

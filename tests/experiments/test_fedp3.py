@@ -14,6 +14,7 @@ from commjax import plans
 from commjax.algorithms import fedp3 as algorithms
 from commjax.data import cifar
 from commjax.records import Record
+from commjax.runner import DivergedError
 from experiments import fedp3, fedp3_plans, fedp3_runs, fedp3_task
 from experiments.bench import fedp3 as bench
 from experiments.claims import fedp3 as claims
@@ -235,6 +236,20 @@ def test_a_split_that_cannot_be_made_is_refused_before_anything_is_trained(prete
     with pytest.raises(ValueError, match="a client had fewer than minimum"):
         fedp3.layer_overlap(replace(settings, splits=("class", "dirichlet"), clients=20, batch=55))
     assert not pretended
+
+
+def test_a_run_that_diverges_is_nan_in_its_table(pretended, settings, tmp_path, monkeypatch):
+    made = fedp3_runs.train
+
+    def train(run, settings, split, seed):
+        if run.keep == 0.7 and seed:
+            raise DivergedError("the loss is not finite in round 5")
+        return made(run, settings, split, seed)
+
+    monkeypatch.setattr(fedp3_runs, "train", train)
+    rows = fedp3.ratio(replace(settings, task="fashion", out=tmp_path))
+    assert [np.isnan(row["accuracy"]) for row in rows] == [False, False, True, False]
+    assert np.isnan(rows[2]["up"]) and "nan" in (tmp_path / "ratio_fashion_mlp.txt").read_text()
 
 
 def test_all_tables_are_one_file(pretended, settings, tmp_path):
