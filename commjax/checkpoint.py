@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,21 @@ def digest(tree: PyTree) -> str:
     for path, leaf in _leaves(tree).items():
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        sha.update(f"{path} {array.dtype}{array.shape} ".encode() + array.tobytes())
+        content = _large(leaf, array) if isinstance(leaf, jax.Array) and array.nbytes > _LARGE else array.tobytes()
+        sha.update(f"{path} {array.dtype}{array.shape} ".encode() + content)
     return sha.hexdigest()[:16]
+
+
+_LARGE = 2**22  # bytes
+_seen: dict[int, tuple[weakref.ref, bytes]] = {}
+
+
+def _large(leaf: jax.Array, array: np.ndarray) -> bytes:
+    """The digest of a data set, read once a process: a JAX array cannot change, and many runs share one."""
+    if id(leaf) not in _seen or _seen[id(leaf)][0]() is not leaf:
+        number = id(leaf)  # an array that is gone takes its entry along
+        _seen[number] = weakref.ref(leaf, lambda _: _seen.pop(number, None)), hashlib.sha256(array.tobytes()).digest()
+    return _seen[id(leaf)][1]
 
 
 def fingerprint(key: Key, hparams: Any, **parts: PyTree) -> dict[str, str]:

@@ -121,6 +121,31 @@ def without(layers: Layers, n: int, sets: Sequence[Iterable[str]], *, seed: int 
     return checked(layers, ~masks[np.random.default_rng(seed).integers(len(masks), size=_clients(n))], keep)
 
 
+def beneath(several: Sequence[Plan]) -> Plan:
+    """Plans of the same layers one beneath the other: client i of plan number k has row k n + i, which `fedp3`'s `init` is told.
+
+    >>> layers = Layers(("conv", "head"), (0, 1))
+    >>> beneath([everything(layers, 2), plan(layers, [["head"], ["head"]], 0.5)]).keep.tolist()
+    [1.0, 1.0, 0.5, 0.5]
+    """
+    if len(several) == 0 or any(one.layers != several[0].layers for one in several):
+        raise ValueError(f"several: {len(several)} plans; allowed: at least one, and all of the same layers")
+    trained = np.concatenate([one.trained for one in several])
+    return checked(several[0].layers, trained, np.concatenate([one.keep for one in several]))
+
+
+def check_rows(plan: Plan, clients: int, rows: ArrayLike | None) -> None:
+    """ValueError unless a plan says what each of so many clients trains: it has a row for each, or `rows` names rows that it has."""
+    n = len(plan.keep)
+    if rows is None:
+        if clients != n:
+            raise ValueError(f"ids: {clients} clients, but the plan is for {n}")
+        return
+    given = np.asarray(rows)
+    if given.shape != (clients,) or not np.all((given >= 0) & (given < n)):
+        raise ValueError(f"rows={given}; allowed: for each of {clients} clients a row of the plan, 0 to {n - 1}")
+
+
 def kept(size: int, ratio: float) -> int:
     """How many of `size` weights a keep ratio leaves: floor(ratio * size), at least 1.
 

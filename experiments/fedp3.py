@@ -31,7 +31,10 @@ from commjax.checkpoint import write_atomically
 from commjax.layers import Layers
 from commjax.problems import layered, resnet
 from experiments import fedp3_privacy, plots, tables
-from experiments.fedp3_task import Run, Settings, measure, report, stem_of
+from experiments.fedp3_plans import Run
+from experiments.fedp3_report import report, stem_of
+from experiments.fedp3_runs import measure
+from experiments.fedp3_task import Settings
 
 FEDAVG = Run("FedAvg", "fedavg", keep=1.0)
 # Fashion-MNIST, S1 / S2, Table L1888; the figures have no numbers.
@@ -101,6 +104,7 @@ def baselines(settings: Settings) -> list[dict]:
         Run("HeteroFL-style", keep=1.0, local="heterofl", low=0.5),
         Run("Ditto", "ditto", keep=1.0),
         Run("FedCR", "fedcr", keep=1.0),
+        Run("FedCR-OPU3", "fedcr_layers", counts=(3,), keep=settings.keep),
     ]
     rows = measure(runs, settings, local_only=True)
     report("baselines", rows, settings)

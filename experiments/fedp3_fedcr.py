@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from commjax.algorithms import fedcr
+from commjax.algorithms import fedcr, fedcr_layers
+from commjax.layers import Layers
+from commjax.plans import Plan
 from commjax.problems import layered, networks, resnet
 
 
@@ -39,11 +42,30 @@ def network(made: Modules) -> fedcr.Network:
     return fedcr.Network(lambda p, x: fedcr.gaussian(made.body.apply({"params": p}, x)), head, 10, made.z)
 
 
+@cache
+def _starter(module: nn.Module) -> Any:
+    return jax.jit(module.init)
+
+
 def start(made: Modules, key: Any, images: Any) -> dict[str, Any]:
     keys = jax.random.split(key)
     features = jnp.ones((1, made.z), jnp.float32)
     parts = {"body": (made.body, keys[0], images), "head": (made.head, keys[1], features)}
-    return {name: jax.jit(module.init)(key, x)["params"] for name, (module, key, x) in parts.items()}
+    return {name: _starter(module)(key, x)["params"] for name, (module, key, x) in parts.items()}
+
+
+def layers(settings: Any, task: Any) -> Layers:
+    """The body's layers, and the head as the final one."""
+    made = modules(settings)
+    shapes = jax.eval_shape(made.body.init, jax.random.key(0), task.train.inputs[0, :1])["params"]
+    found = (resnet if settings.model == "resnet" else layered).layers(shapes)
+    return Layers((*found.names, "head"), (*found.of, *[len(found.names)] * 2))  # the head has a kernel and a bias
+
+
+def expected_bits(plan: Plan, chances: list[float], settings: Any, params: Any) -> dict[str, float]:
+    """Bits of a client of FedCR on layers a round, in expectation over plans: every L_i once, weighted by its chance."""
+    bits = fedcr_layers.ledger(plan, fedcr.blank(network(modules(settings)), params))
+    return {way: float(np.dot(chances, bits[way])) for way in ("up", "down")}
 
 
 def deployed(hparams, server, client):

@@ -87,6 +87,51 @@ def _product(experts: _Experts) -> Normal:
     return Normal(experts.weighted / precision, 1 / jnp.sqrt(precision))
 
 
+def blank(network: Network, params: Params) -> Server:
+    """The first round: nothing is known of any class."""
+    if set(params) != {"body", "head"}:
+        raise ValueError(f"params has {sorted(params)}; allowed: 'body' and 'head'")
+    dtype, shape = jax.tree.leaves(params)[0].dtype, (network.classes, network.z)
+    return Server(jnp.zeros((), jnp.int32), params, Normal(jnp.zeros(shape, dtype), jnp.ones(shape, dtype)))
+
+
+def train(network: Network, sample: Sample, steps: int, key, hparams, classes: Normal, start: Params, data, moves=None):
+    """The model after `steps` local steps, and the losses; `moves`: whether a leaf is trained, None: all are."""
+
+    def loss(model, key, rows):
+        features = network.body(model["body"], rows.inputs)
+        noise = jax.random.normal(key, features.mean.shape, features.mean.dtype)
+        scores = network.head(model["head"], features.mean + features.scale * noise)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(scores, rows.targets)
+        of_rows = jax.tree.map(lambda leaf: leaf[rows.targets], classes)
+        each = entropy + jnp.asarray(hparams.beta).astype(entropy.dtype) * divergence(of_rows, features)
+        return jnp.sum(rows.weights.astype(each.dtype) * each)
+
+    def one(model, number):
+        key_rows, key_noise = jax.random.split(jax.random.fold_in(key, number))
+        value, grad = jax.value_and_grad(loss)(model, key_noise, sample(key_rows, data))
+        if moves is not None:
+            grad = jax.tree.map(lambda g, yes: jnp.where(yes, g, jnp.zeros((), g.dtype)), grad, moves)
+        return tree.add_scaled(model, -hparams.stepsize, grad), value
+
+    return jax.lax.scan(one, start, jnp.arange(steps))
+
+
+def experts_of(network: Network, model: Params, data: Any) -> _Experts:
+    """What a client knows of each class."""
+    return _experts(network.body(model["body"], data.inputs), data.targets, data.weights > 0, network.classes)
+
+
+def known(hparams: Any, old: Normal, experts: _Experts) -> Normal:
+    """What all clients together know of each class, `experts` being the sum over them; a class that nobody has stays as it was."""
+    new, mix, held = _product(experts), hparams.mix, experts.precision > 0
+
+    def mixed(old, new):
+        return jnp.where(held, tree.add_scaled(tree.scale(1 - mix, old), mix, new), old)
+
+    return jax.tree.map(mixed, old, new)
+
+
 def fedcr(
     network: Network,
     sample: Sample = local.all_rows,
@@ -114,32 +159,12 @@ def fedcr(
         raise ValueError(f"steps must be at least 1, got {steps}")
 
     def init(params: Params, ids: Int[Array, "n"]) -> State:
-        if set(params) != {"body", "head"}:
-            raise ValueError(f"params has {sorted(params)}; allowed: 'body' and 'head'")
-        dtype = jax.tree.leaves(params)[0].dtype
-        blank = Normal(jnp.zeros((network.classes, network.z), dtype), jnp.ones((network.classes, network.z), dtype))
-        heads = tree.repeat(params["head"], len(ids))
-        return State(Server(jnp.zeros((), jnp.int32), params, blank), Client(ids, heads))
-
-    def loss(model, classes, beta, key, rows):
-        features = network.body(model["body"], rows.inputs)
-        noise = jax.random.normal(key, features.mean.shape, features.mean.dtype)
-        scores = network.head(model["head"], features.mean + features.scale * noise)
-        entropy = optax.softmax_cross_entropy_with_integer_labels(scores, rows.targets)
-        known = jax.tree.map(lambda leaf: leaf[rows.targets], classes)
-        each = entropy + jnp.asarray(beta).astype(entropy.dtype) * divergence(known, features)
-        return jnp.sum(rows.weights.astype(each.dtype) * each)
+        return State(blank(network, params), Client(ids, tree.repeat(params["head"], len(ids))))
 
     def client_step(round, hparams, server, client, data):
-        def one(model, number):
-            key, key_noise = jax.random.split(jax.random.fold_in(round.own_key, number))
-            value, grad = jax.value_and_grad(loss)(model, server.classes, hparams.beta, key_noise, sample(key, data))
-            return tree.add_scaled(model, -hparams.stepsize, grad), value
-
         start = {"body": server.params["body"], "head": client.head}
-        model, losses = jax.lax.scan(one, start, jnp.arange(steps))
-        features = network.body(model["body"], data.inputs)
-        experts = _experts(features, data.targets, data.weights > 0, network.classes)
+        model, losses = train(network, sample, steps, round.own_key, hparams, server.classes, start, data)
+        experts = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
         message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)  # a sum, by the mean
         price = clients.bits_of((message[0], server.classes))
@@ -147,15 +172,8 @@ def fedcr(
 
     def server_step(hparams, server, received):
         update, experts = received
-        new, mix = _product(experts), hparams.mix
-        held = experts.precision > 0
-
-        def mixed(old, new):
-            mixture = tree.add_scaled(tree.scale(1 - mix, old), mix, new)
-            return jnp.where(held, mixture, old)
-
         params = {**server.params, "body": tree.add(server.params["body"], update)}
-        return Server(server.round + 1, params, jax.tree.map(mixed, server.classes, new))
+        return Server(server.round + 1, params, known(hparams, server.classes, experts))
 
     def bits_down(server):
         return clients.dense_bits((server.params["body"], server.classes))

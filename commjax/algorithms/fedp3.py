@@ -16,7 +16,7 @@ from commjax.algorithms.fedavg import HParams, Server, server_step
 from commjax.algorithms.submodels import LocalPruning, Pruning
 from commjax.base import Algorithm, Key, Metrics, Params, State
 from commjax.local import Sample
-from commjax.plans import Plan
+from commjax.plans import Plan, check_rows
 
 __all__ = ["Client", "HParams", "Server", "deployed", "fedp3", "ledger", "local_models", "messages", "released"]
 
@@ -28,6 +28,12 @@ class Client(NamedTuple):
     id: Int[Array, "*n"]
     head: PyTree = None  # the final layer, where it is the client's own
     logits: Any = None  # [n, layers], where the server learns them
+    row: Any = None  # its row of the plan, where that is not its id
+
+    @property
+    def planned(self) -> Int[Array, "*n"]:
+        """Where the plan says what it trains."""
+        return self.id if self.row is None else self.row
 
 
 class _Method(NamedTuple):
@@ -68,7 +74,8 @@ def fedp3(
     `others`: layers outside L_i stay as they were sent ("frozen"), are trained inside their masks and then thrown away ("masked"), or
     without the masks ("free").  `local_head`: the final layer is sent up, but each client goes on with its own.
 
-    `init(params, ids, data=None)`; with the data, batches are checked against every client's rows.
+    `init(params, ids, data=None, rows=None)`; with the data, batches are checked against every client's rows.  `rows` says which row
+    of the plan is a client's, if it is not that of its id: one compiled program then serves several plans, one beneath the other.
 
     `over=clients.one_by_one` compiles a branch for each distinct L_i; under `jax.vmap`, where all branches would run, every gradient
     is computed and those of frozen layers are dropped: the same trajectory at FedAvg's price.
@@ -88,9 +95,9 @@ def fedp3(
     how = aggregate or aggregation.simple()
     table = how.logits(plan)
 
-    def init(params: Params, ids: Int[Array, "n"], data: PyTree = None) -> State:
-        if len(ids) not in (1, len(plan.keep)):  # 1: a client by itself (`commjax.exchange`)
-            raise ValueError(f"ids: {len(ids)} clients, but the plan is for {len(plan.keep)}")
+    def init(params: Params, ids: Int[Array, "n"], data: PyTree = None, rows: Any = None) -> State:
+        if rows is not None or len(ids) != 1:  # 1: a client by itself (`commjax.exchange`)
+            check_rows(plan, len(ids), rows)
         if len(plan.layers.of) != len(jax.tree.leaves(params)):
             raise ValueError(
                 f"params have {len(jax.tree.leaves(params))} leaves, the plan's layers {len(plan.layers.of)}"
@@ -99,9 +106,12 @@ def fedp3(
         if data is not None:
             local.check_batch(_batch_rows(sample, data), data)
         dtype = jax.tree.leaves(params)[0].dtype
-        logits = jnp.asarray(table, dtype)[ids] if how.steps else None
+        logits = jnp.asarray(table, dtype)[ids if rows is None else rows] if how.steps else None
         head = tree.repeat(fedp3_wire.head(plan, params), len(ids)) if local_head else None
-        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids, head, logits))
+        return State(
+            Server(jnp.zeros((), jnp.int32), params),
+            Client(ids, head, logits, None if rows is None else jnp.asarray(rows)),
+        )
 
     def step(key, hparams, state, batch, *, axis_name=None):
         _check_rows(sample, batch)
@@ -119,7 +129,7 @@ def fedp3(
 
         present = here.take(state.clients)
         rows, updates, losses = over(one)(present, here.take(batch))
-        holds = jnp.asarray(plan.trained)[present.id]
+        holds = jnp.asarray(plan.trained)[present.planned]
         members = n if cohort is None else cohort
         if how.steps:
             logits = aggregation.learned(
@@ -127,10 +137,10 @@ def fedp3(
             )
             rows = rows._replace(logits=logits)
         else:
-            logits = jnp.asarray(table, jnp.zeros(()).dtype)[present.id]
+            logits = jnp.asarray(table, jnp.zeros(()).dtype)[present.planned]
         weight = aggregation.weights(logits, holds)
         move = aggregation.joined(plan.layers, updates, weight, axis_name, here.weights)
-        metrics = _metrics(method, local_head, server.params, present.id, losses, axis_name, here, members / n)
+        metrics = _metrics(method, local_head, server.params, present.planned, losses, axis_name, here, members / n)
         return State(server_step(hparams, server, move), here.put(state.clients, rows)), metrics
 
     halves = fedp3_apart.Halves(plan, method.pruning, method.local, steps, partial(_client, method, True), how, loss)
@@ -153,10 +163,10 @@ def _check_rows(sample: Sample, data: PyTree) -> None:
         raise ValueError(f"sample draws batches of {size}, but a client has {rows} rows; allowed: at most {rows}")
 
 
-def _metrics(method, local_head, params, ids, losses, axis_name, here, share):
+def _metrics(method, local_head, params, planned, losses, axis_name, here, share):
     up, down = fedp3_wire.prices(method.plan, method.pruning, params, local_head, method.local)
     kind = jnp.zeros(()).dtype
-    bits = (jnp.asarray(up, kind)[ids], jnp.asarray(down, kind)[ids])
+    bits = (jnp.asarray(up, kind)[planned], jnp.asarray(down, kind)[planned])
     loss, bits_up, bits_down = clients.mean((losses, *bits), axis_name, here.weights)
     return Metrics(loss, share * bits_up, share * bits_down)
 
@@ -174,8 +184,8 @@ def _client(method, branches, key, hparams, params, made, client, data):
     if len(sets) == 1:
         return one(sets[0], sets[0])(key, client, data)
     if not branches:
-        return one(jnp.asarray(method.plan.trained)[client.id], sets.any(axis=0))(key, client, data)
-    which = jnp.asarray(rank.reshape(-1), jnp.int32)[client.id]
+        return one(jnp.asarray(method.plan.trained)[client.planned], sets.any(axis=0))(key, client, data)
+    which = jnp.asarray(rank.reshape(-1), jnp.int32)[client.planned]
     return jax.lax.switch(which, [one(mine, mine) for mine in sets], key, client, data)
 
 
@@ -187,7 +197,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
     plan, static = method.plan, isinstance(mine, np.ndarray)
     key_masks, key_steps = (jax.random.fold_in(key, method.steps + more) for more in (1, 2))
     start = params if client.head is None else layers.join(client.head, params)
-    start, masks = fedp3_wire.sent(plan, mine, key_masks, client.id, start, made)
+    start, masks = fedp3_wire.sent(plan, mine, key_masks, client.planned, start, made)
     if method.others != "frozen":
         differentiated = np.ones(len(plan.layers.names), bool)
     own, rest = layers.split(plan.layers, start, differentiated)
@@ -197,7 +207,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
         if method.others == "masked":
             model = fedp3_wire.masked(model, masks)
         key_step = jax.random.fold_in(key_steps, number)
-        return method.loss(submodels.local_submodel(plan, method.local, key_step, client.id, mine, model), rows)
+        return method.loss(submodels.local_submodel(plan, method.local, key_step, client.planned, mine, model), rows)
 
     moves = layers.split(plan.layers, layers.by_leaf(plan.layers, params, mine), differentiated)[0]
 
@@ -241,10 +251,10 @@ def messages(
     method = _Method(
         loss, plan, pruning or submodels.magnitude(), local_pruning or submodels.fixed(), others, sample, steps
     )
-    params, n = state.server.params, len(plan.keep)
+    params, n = state.server.params, len(state.clients.id)
     client = jax.tree.map(lambda leaf: leaf[id], state.clients)
     key_round = jax.random.fold_in(key, state.server.round)
-    key_own = jax.random.fold_in(key_round, id)
+    key_own, id = jax.random.fold_in(key_round, id), int(client.planned)
     made = submodels.server_masks(plan, method.pruning, jax.random.fold_in(key_round, n + 1), params)
     mine = plan.trained[id]
     sent, masks = fedp3_wire.sent(plan, mine, jax.random.fold_in(key_own, steps + 1), id, params, made)
@@ -268,16 +278,16 @@ def local_models(
     method = _Method(
         loss, plan, pruning or submodels.magnitude(), local_pruning or submodels.fixed(), others, sample, steps
     )
-    params, n = state.server.params, len(plan.keep)
+    params, n = state.server.params, len(state.clients.id)
     key_round = jax.random.fold_in(key, state.server.round)
     made = submodels.server_masks(plan, method.pruning, jax.random.fold_in(key_round, n + 1), params)
     every = np.ones(len(plan.layers.names), bool)
 
     def one(client, data):
-        mine, key_own = jnp.asarray(plan.trained)[client.id], jax.random.fold_in(key_round, client.id)
+        mine, key_own = jnp.asarray(plan.trained)[client.planned], jax.random.fold_in(key_round, client.id)
         model, _ = _local(method, mine, every, key_own, hparams, params, made, client, data)
         least, key_least = submodels.least(method.local), jax.random.fold_in(key_own, steps)
-        return use(submodels.local_submodel(plan, least, key_least, client.id, mine, model), data)
+        return use(submodels.local_submodel(plan, least, key_least, client.planned, mine, model), data)
 
     return over(one)(state.clients, data)
 

@@ -46,6 +46,8 @@ def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | 
 
     def start(state: State) -> State:
         server, rows = state
+        if rows.row is not None:
+            raise ValueError("rows: clients in other places have the rows of the plan with their ids; allowed: None")
         return State(Apart(server.round, server.params, rows.logits), rows._replace(logits=None))
 
     def blocks_of(params: Params, id: int) -> list:

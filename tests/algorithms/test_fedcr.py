@@ -23,6 +23,14 @@ PARAMS = {
 KEY = jax.random.key(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly():
+    """Tiny programs, and many of them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def network():
     return fedcr.Network(lambda body, x: fedcr.gaussian(x @ body), lambda head, z: z @ head, CLASSES, Z)
 

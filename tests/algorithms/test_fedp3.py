@@ -110,8 +110,11 @@ def close(found, wanted, rtol=1e-11):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-13)
 
 
-@pytest.mark.parametrize("over", [clients.one_by_one, jax.vmap], ids=["branches", "vmap"])
-@pytest.mark.parametrize("others", ["frozen", "masked", "free"])
+@pytest.mark.parametrize(
+    "others, over",
+    [(others, clients.one_by_one) for others in ("frozen", "masked", "free")]
+    + [("frozen", jax.vmap), ("masked", jax.vmap)],
+)
 def test_a_round_is_the_oracle_s(over, others):
     state, _ = one_round(over=over, others=others)
     wanted = numpy_round(PARAMS, MIXED, 2, train_others=None if others == "frozen" else others)
@@ -130,8 +133,7 @@ def test_the_loss_is_that_of_the_deployed_models_at_the_start_of_the_round():
     np.testing.assert_allclose(metrics.loss, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("over", [clients.one_by_one, jax.vmap], ids=["branches", "vmap"])
-@pytest.mark.parametrize("cohort", [None, 2])
+@pytest.mark.parametrize("over, cohort", [(clients.one_by_one, None), (jax.vmap, 2)], ids=["branches", "vmap, cohort"])
 def test_all_layers_and_no_pruning_is_fedavg(over, cohort):
     sample = local.minibatch(3)
     plan = plans.everything(LAYERS, N)
@@ -216,7 +218,7 @@ def test_attention_descends_the_exact_gradient_of_the_held_loss():
     state, _ = played(aggregate=how)
     np.testing.assert_allclose(state.clients.logits, wanted, rtol=1e-9)
     assert np.abs(wanted - start)[MIXED.trained].max() > 1e-3
-    many = aggregation.attention(HELD, steps=10, stepsize=0.02, start=aggregation.weighted())
+    many = aggregation.attention(HELD, steps=4, stepsize=0.02, start=aggregation.weighted())
     learned, _ = played(aggregate=many)
     assert loss(learned.server.params, HELD) < held_loss(start)
     np.testing.assert_allclose(held_loss(learned.clients.logits), loss(learned.server.params, HELD), rtol=1e-10)
@@ -335,8 +337,7 @@ def test_random_masks_differ_between_clients_and_rounds_and_cost_no_positions():
     np.testing.assert_array_equal(made - drawn, 24 + 16)  # two bitmaps of 20 and 12 bits, in whole bytes
 
 
-@pytest.mark.parametrize("kind", ["uniform", "ordered"])
-@pytest.mark.parametrize("others", ["frozen", "masked"])
+@pytest.mark.parametrize("kind, others", [("uniform", "frozen"), ("ordered", "masked")])
 def test_local_pruning_acts_on_the_layers_outside_l_i_only(kind, others):
     how = {"steps": 2, "others": others, "local_pruning": getattr(submodels, kind)(0.4, 3)}
     pruned, plain = one_round(over=jax.vmap, **how)[0], one_round(over=jax.vmap, steps=2, others=others)[0]
@@ -568,3 +569,23 @@ def test_a_batch_larger_than_a_client_s_data_is_refused():
         local.check_batch(2, {"x": jnp.ones((2, 3)), "weights": weights})
     with pytest.raises(ValueError, match="batch=0"):
         local.check_batch(0, DATA)
+
+
+@pytest.mark.parametrize("over", [clients.one_by_one, jax.vmap], ids=["branches", "vmap"])
+def test_one_program_serves_plans_that_stand_one_beneath_the_other(over):
+    several = plans.beneath([plans.everything(LAYERS, N), MIXED])
+    algorithm = fedp3.fedp3(loss, several, steps=2, over=over)
+    start = algorithm.init(PARAMS, IDS, rows=np.arange(N) + N)
+    found, metrics = jax.jit(algorithm.step)(KEY, fedp3.HParams(GAMMA), start, DATA)
+    wanted, price = one_round(over=over)
+    close(found.server, wanted.server)
+    close(metrics, price)
+    own = jax.tree.map(lambda leaf: leaf[1], DATA)
+    how: Any = {"loss": loss, "steps": 2}
+    message = fedp3.messages(KEY, fedp3.HParams(GAMMA), start, own, 1, plan=several, **how)
+    plain = fedp3.fedp3(loss, MIXED, steps=2).init(PARAMS, IDS)
+    assert message == fedp3.messages(KEY, fedp3.HParams(GAMMA), plain, own, 1, plan=MIXED, **how)
+    with pytest.raises(ValueError, match=r"rows=\[0 1 2 8\]; allowed: for each of 4 clients a row of the plan, 0 to 7"):
+        algorithm.init(PARAMS, IDS, rows=np.array([0, 1, 2, 8]))
+    with pytest.raises(ValueError, match=r"rows=\[0 1\]; allowed: for each of 4 clients"):
+        algorithm.init(PARAMS, IDS, rows=np.array([0, 1]))

@@ -64,3 +64,11 @@ def test_a_plan_for_others_is_refused():
     assert algorithm.init(PARAMS, jnp.array([3])).clients.id.tolist() == [3]
     with pytest.raises(ValueError, match="ids: 3 clients, but the plan is for 4"):
         algorithm.init(PARAMS, jnp.arange(3))
+
+
+def test_rows_of_the_plan_that_are_not_the_ids_are_refused():
+    algorithm = fedp3.fedp3(tree_loss, plans.everything(FOUND, N), steps=1)
+    moved = algorithm.init(PARAMS, jnp.arange(N), rows=jnp.arange(N)[::-1])
+    assert algorithm.exchange is not None and algorithm.exchange.start is not None
+    with pytest.raises(ValueError, match="rows: clients in other places"):
+        algorithm.exchange.start(moved)

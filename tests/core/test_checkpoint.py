@@ -1,5 +1,6 @@
 """The checkpoint file: exact, atomic, and refused with a reason when it is not this run's."""
 
+import gc
 import json
 import os
 import stat
@@ -210,3 +211,19 @@ def test_a_digest_changes_with_names_shapes_dtypes_and_texts():
     ]
     trees += [{"x": jax.random.key(seed)} for seed in (0, 1)]
     assert len({checkpoint.digest(tree) for tree in trees}) == len(trees)
+
+
+def test_a_large_array_is_read_once_and_forgotten_with_it(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_LARGE", 15)
+    reads, sha = [], checkpoint.hashlib.sha256
+    monkeypatch.setattr(checkpoint.hashlib, "sha256", lambda *data: reads.append(len(data)) or sha(*data))
+    x = jnp.arange(4.0)
+    one = checkpoint.digest({"x": x})
+    assert one == checkpoint.digest({"x": x}) and sum(reads) == 1
+    assert one == checkpoint.digest({"x": jnp.array(x)}) != checkpoint.digest({"x": x + 1})
+    assert one != checkpoint.digest({"x": x.reshape(2, 2)}) and one != checkpoint.digest({"y": x})
+    number = id(x)
+    assert checkpoint._seen[number][0]() is x
+    del x
+    gc.collect()
+    assert number not in checkpoint._seen

@@ -127,6 +127,17 @@ def test_kept_counts_are_rounded_down_but_never_to_nothing():
     assert [plans.kept(100, 0.29), plans.kept(9, 0.9), plans.kept(5, 0.1), plans.kept(7, 1.0)] == [29, 8, 1, 7]
 
 
+def test_plans_stand_one_beneath_the_other():
+    found = plans.beneath([plans.lower_b(FIVE, 3, keep=0.7), plans.opu(FIVE, 2, 3, keep=0.9)])
+    assert found.trained.sum(axis=1).tolist() == [2, 2, 2, 4, 4] and found.keep.tolist() == [0.7] * 3 + [0.9] * 2
+    other = Layers(("a", "ffc"), (0, 1))
+    for several in ([], [found, plans.everything(other, 2)]):
+        with pytest.raises(
+            ValueError, match=f"{len(several)} plans; allowed: at least one, and all of the same layers"
+        ):
+            plans.beneath(several)
+
+
 def test_holders_are_counted():
     assert plans.holding(plans.plan(FIVE, [["fc1", "ffc"], ["ffc"], ["fc1", "ffc"]]), "fc1").tolist() == [0, 2]
 

@@ -14,10 +14,12 @@ from commjax import plans
 from commjax.algorithms import fedp3 as algorithms
 from commjax.data import cifar
 from commjax.records import Record
-from experiments import fedp3, fedp3_task
+from commjax.runner import DivergedError
+from experiments import fedp3, fedp3_plans, fedp3_runs, fedp3_task
 from experiments.bench import fedp3 as bench
 from experiments.claims import fedp3 as claims
-from experiments.fedp3_task import Run, Settings
+from experiments.fedp3_plans import Run
+from experiments.fedp3_task import Settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,9 +58,9 @@ def test_a_command_that_is_given_again_goes_on_from_its_files(overlap, settings)
     label = settings.out / "runs" / "digits_class_mlp_fedp3_3_0.9_fixed_simple_0"
     before = Record.load(label)
     run = Run("OPU3", counts=(3,))
-    again = fedp3_task.train(run, settings, "class", 0)
+    again = fedp3_runs.train(run, settings, "class", 0)
     np.testing.assert_array_equal(again.metrics["loss"], before.metrics["loss"])
-    longer = fedp3_task.train(run, replace(settings, rounds=6), "class", 0)
+    longer = fedp3_runs.train(run, replace(settings, rounds=6), "class", 0)
     np.testing.assert_array_equal(longer.metrics["loss"][:4], before.metrics["loss"])
     assert longer.evaluations["round"].tolist() == [0, 2, 4, 6]
 
@@ -68,14 +70,15 @@ def test_every_method_and_option_trains(settings):
     runs = [
         Run("FedProx", "fedprox", keep=1.0), Run("Ditto", "ditto", keep=1.0), Run("FedCR", "fedcr", keep=1.0),
         Run("a", keep=1.0, local="fjord"), Run("h", keep=1.0, local="heterofl", low=0.5), Run("b", counts=(1, 2), local="uniform", aggregate="attention"),
-        Run("c", counts=(2,), local="ordered", aggregate="weighted"),
+        Run("c", counts=(2,), local="ordered", aggregate="weighted"), Run("OPU", "fedcr_layers", counts=(3,), keep=0.5),
     ]  # fmt: skip
-    rows = fedp3_task.measure(runs, one, local_only=True)
+    rows = fedp3_runs.measure(runs, one, local_only=True)
     assert [row["name"] for row in rows] == [*(run.name for run in runs), "local only"]
     assert all(np.isfinite(row["accuracy"]) for row in rows) and rows[-1]["up"] == 0
     own = {row["name"]: row["local"] for row in rows}
     assert all(np.isfinite(own[name]) == (name in "abch") for name in own)
     bits = {row["name"]: row["up"] for row in rows}
+    assert bits["OPU"] < bits["FedCR"] and next(row["up expected"] for row in rows if row["name"] == "OPU") > 0
     assert bits["h"] < bits["a"] == rows[0]["up"]  # submodels of one width travel alone, FjORD's may be whole
     assert len({run.label() for run in runs}) == len(runs)
 
@@ -83,7 +86,7 @@ def test_every_method_and_option_trains(settings):
 @pytest.mark.slow
 def test_resnet_trains_without_a_block(settings):
     one = replace(settings, model="resnet", rounds=1, every=1, steps=1)
-    record = fedp3_task.train(Run("-B2 (part)", variant="-B2 (part)"), one, "class", 0)
+    record = fedp3_runs.train(Run("-B2 (part)", variant="-B2 (part)"), one, "class", 0)
     assert np.isfinite(record.metrics["loss"]).all()
 
 
@@ -98,9 +101,9 @@ def pretended(monkeypatch):
         return Record({"clients": 4, "cohort": 2}, {}, metrics, {"test": np.array([0.0, run.keep])}, 0.0)
 
     load = fedp3_task.load
-    monkeypatch.setattr(fedp3_task, "train", train)
-    monkeypatch.setattr(fedp3_task, "alone", lambda settings, split, seed: 0.5)
-    monkeypatch.setattr(fedp3_task, "load", lambda one, split: None if one.task == "fashion" else load(one, split))
+    monkeypatch.setattr(fedp3_runs, "train", train)
+    monkeypatch.setattr(fedp3_runs, "alone", lambda settings, split, seed: 0.5)
+    monkeypatch.setattr(fedp3_runs, "load", lambda one, split: None if one.task == "fashion" else load(one, split))
     return seen
 
 
@@ -164,7 +167,7 @@ def test_models_have_the_layers_that_plans_need(settings):
     for model, depth in (("mlp", 5), ("cnn", 5), ("resnet", 18)):
         task = fedp3_task.load(fedp3_task.data_of(replace(settings, model=model)), "class")
         assert len(task.layers.names) == depth
-        assert fedp3_task.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
+        assert fedp3_plans.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
     table = fedp3_task.module_of(replace(settings, model="table"))
     assert (table.width, table.hidden, table.side) == (64, 1024, 32)
 
@@ -180,14 +183,38 @@ def test_expected_bits_are_means_over_plans(settings):
     task = fedp3_task.load(fedp3_task.data_of(settings), "class")
     params = task.problem.init(jax.random.key(0), task.train.inputs[0, :1])
     for run in (Run("x", counts=(1, 3), keep=0.6), Run("y", counts=(2,), keep=0.5, local="ordered", low=0.5)):
-        found = fedp3_task.expected_bits(run, task.layers, params, 4)
+        found = fedp3_plans.expected_bits(run, task.layers, params, 4)
         drawn = algorithms.ledger(
-            fedp3_task.plan_of(run, task.layers, 4000, 1), params, local_pruning=fedp3_task.local_pruning(run, 4000)
+            fedp3_plans.plan_of(run, task.layers, 4000, 1), params, local_pruning=fedp3_plans.local_pruning(run, 4000)
         )
         for way in ("up", "down"):
             assert found[way] == pytest.approx(drawn[way].mean(), rel=0.02)
-    widths = fedp3_task.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
+    widths = fedp3_plans.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
     assert widths["up"] == widths["down"] < 0.9 * 32 * (64 * 8 + 3 * 8 * 8 + 8 * 10)
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("x", counts=(2,), keep=0.9), Run("y", counts=(3,), keep=0.7, local="uniform", low=0.7), Run("z", counts=(3,), keep=0.6),
+        Run("w", counts=(3,), keep=0.7, local="ordered", low=0.5), Run("a", counts=(1, 2, 3), keep=0.9, aggregate="weighted"),
+    ],
+)  # fmt: skip
+def test_runs_that_share_a_program_find_their_own_plan_in_it(settings, run, seed):
+    names = fedp3.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
+    several, rows = fedp3_plans.plans_of(run, settings, names, 6, seed)
+    wanted = fedp3_plans.plan_of(run, names, 6, seed)
+    np.testing.assert_array_equal(several.trained[rows], wanted.trained)
+    np.testing.assert_array_equal(several.keep[rows], wanted.keep)
+    program = fedp3_plans.program_of(run, settings)
+    again, _ = fedp3_plans.plans_of(program, settings, names, 6, 3 * (seed // 3))
+    np.testing.assert_array_equal(again.trained, several.trained)
+    np.testing.assert_array_equal(again.keep, several.keep)
+    own, shared = fedp3_plans.local_pruning(run, 6), fedp3_plans.pruning_in(several, program, settings)
+    assert shared._replace(low=0) == own._replace(low=0)
+    np.testing.assert_array_equal(shared.low[rows] if np.ndim(shared.low) else shared.low, np.broadcast_to(own.low, 6))
+    assert fedp3_plans.plans_of(Run("all", keep=1.0), settings, names, 6, seed)[1] is None
 
 
 def test_plans_and_bits_differ_between_seeds(overlap):
@@ -209,6 +236,20 @@ def test_a_split_that_cannot_be_made_is_refused_before_anything_is_trained(prete
     with pytest.raises(ValueError, match="a client had fewer than minimum"):
         fedp3.layer_overlap(replace(settings, splits=("class", "dirichlet"), clients=20, batch=55))
     assert not pretended
+
+
+def test_a_run_that_diverges_is_nan_in_its_table(pretended, settings, tmp_path, monkeypatch):
+    made = fedp3_runs.train
+
+    def train(run, settings, split, seed):
+        if run.keep == 0.7 and seed:
+            raise DivergedError("the loss is not finite in round 5")
+        return made(run, settings, split, seed)
+
+    monkeypatch.setattr(fedp3_runs, "train", train)
+    rows = fedp3.ratio(replace(settings, task="fashion", out=tmp_path))
+    assert [np.isnan(row["accuracy"]) for row in rows] == [False, False, True, False]
+    assert np.isnan(rows[2]["up"]) and "nan" in (tmp_path / "ratio_fashion_mlp.txt").read_text()
 
 
 def test_all_tables_are_one_file(pretended, settings, tmp_path):
@@ -283,7 +324,7 @@ def test_missing_or_ambiguous_cifar_files_are_named(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_method(capsys):
-    tiny = bench.Settings(clients=4, steps=1, batch=2, rounds=1, width=2, hidden=4, image=(16, 16, 1))
+    tiny = bench.Settings(clients=4, steps=1, batch=2, rounds=1, width=2, hidden=4, image=(16, 16, 1), more=True)
     found = bench.main(tiny)
     assert found["FedAvg"] == 1.0 and len(found) == 6 and all(ratio > 0 for ratio in found.values())
     assert "LowerB" in capsys.readouterr().out
