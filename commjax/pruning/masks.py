@@ -242,7 +242,7 @@ def outlier_weighted(
         keep_l = 2 spread (D_l - min D) / (max D - min D) + c,      c such that the mean of 1 - keep_l is `sparsity`
 
     `ratios` are the D_l of `outlier_ratio` under Wanda's score; `sizes` weights the mean by the number of weights (by default
-    layers count equally, as released).  Compared with the released OWL (github.com/luuyin/OWL): the scores of all matrices of a
+    layers count equally, as released).  Compared with the formulas of OWL in forks of its code, and with its Llama script: the scores of all matrices of a
     block are pooled, activations are those of the dense model, and the defaults, 0.08 and 5 times the mean, are its Llama script's.
     Differs: equal ratios give uniform sparsities, where the released code divides by 0, and what leaves [0, 1) is refused.
 
