@@ -48,7 +48,7 @@ def forget_compiled_programs():
     jax.clear_caches()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compile_quickly():
     """Many tiny programs are compiled; XLA's optimisations would double the time."""
     jax.config.update("jax_disable_most_optimizations", True)

@@ -23,12 +23,7 @@ PARAMS = {
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Tiny programs, and many of them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def network():

@@ -28,12 +28,7 @@ NETWORK = fedcr.Network(
 HPARAMS, KEY = fedcr.HParams(0.05, 0.1, 0.7), jax.random.key(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Tiny programs, and many of them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def rounds(algorithm, state, count=2):

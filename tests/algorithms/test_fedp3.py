@@ -27,12 +27,7 @@ MIXED = plans.plan(LAYERS, [["a", "c"], ["c"], ["b", "c"], ["a", "b", "c"]], np.
 GAMMA = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Tiny programs, and many of them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def loss(params, rows):

@@ -10,10 +10,10 @@ from commjax.algorithms import aggregation, fedp3, submodels
 from commjax.exchange import Contract
 from commjax.problems import quadratic
 from tests.core import test_exchange
-from tests.core.test_exchange import Federation, compile_quickly, equal_bits, rows, shared
+from tests.core.test_exchange import Federation, equal_bits, rows, shared
 from tests.registry import tree_loss
 
-__all__ = ["compile_quickly"]  # the fixture
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 N, KEY = 4, jax.random.key(5)
 DATA = jax.tree.map(jnp.asarray, quadratic.random(1, N, 20, mu=0.5, L=2.0))

@@ -112,11 +112,7 @@ def equal_bits(a, b):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.fixture(autouse=True)
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.mark.parametrize("name", ONCE)

@@ -30,12 +30,7 @@ NAMED = {
 ALL = pytest.mark.parametrize("method", NAMED)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Many tiny programs: XLA's optimisations would double their time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @cache

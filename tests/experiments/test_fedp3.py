@@ -21,13 +21,7 @@ from experiments.claims import fedp3 as claims
 from experiments.fedp3_plans import Run
 from experiments.fedp3_task import Settings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Tiny programs, and many of them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")

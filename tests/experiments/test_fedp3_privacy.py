@@ -14,13 +14,7 @@ from experiments import fedp3_privacy as driver
 from experiments import fedp3_theory
 from experiments.claims import privacy as claims
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Four rounds are computed faster than XLA's optimisations are."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")
