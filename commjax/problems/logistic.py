@@ -38,13 +38,15 @@ def softplus(z: Float[Array, "..."]) -> Float[Array, "..."]:
 @softplus.defjvp
 def _softplus_jvp(primals, tangents):
     (z,), (dz,) = primals, tangents
-    return softplus(z), jax.nn.sigmoid(z) * dz
+    # exp(-|z|) serves both: 1 / (1 + exp(-z)) is this, and does not overflow.
+    small = jnp.exp(-jnp.abs(z))
+    return softplus(z), jnp.where(z >= 0, 1, small) / (1 + small) * dz
 
 
 def _fit(params: Float[Array, "d"], data: ClientData) -> Float[Array, ""]:
     margins = data.labels * (data.features @ params)
     log1p_exp = softplus if margins.dtype == jnp.float64 else jax.nn.softplus
-    return jnp.sum(data.weights * log1p_exp(-margins))
+    return jnp.vdot(data.weights, log1p_exp(-margins))
 
 
 def loss(params: Float[Array, "d"], data: ClientData, mu: ArrayLike) -> Float[Array, ""]:
