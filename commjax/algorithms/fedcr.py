@@ -16,11 +16,13 @@ LEAST = 1e-8  # of a standard deviation under a logarithm
 
 
 class HParams(NamedTuple):
-    """stepsize: of the local steps; beta: weight of the divergence; mix: of the new global distributions beside the old (1: new only)."""
+    """stepsize: of the local steps; beta: weight of the divergence; mix: of the new global distributions beside the old (1: new only);
+    clip: the greatest norm of a local step's gradient, longer ones are shortened to it (infinity: none is)."""
 
     stepsize: Any
     beta: Any
     mix: Any = 1.0
+    clip: Any = 10.0
 
 
 class Normal(NamedTuple):
@@ -112,7 +114,8 @@ def train(network: Network, sample: Sample, steps: int, key, hparams, classes: N
         value, grad = jax.value_and_grad(loss)(model, key_noise, sample(key_rows, data))
         if moves is not None:
             grad = jax.tree.map(lambda g, yes: jnp.where(yes, g, jnp.zeros((), g.dtype)), grad, moves)
-        return tree.add_scaled(model, -hparams.stepsize, grad), value
+        shorter = jnp.minimum(1, hparams.clip / jnp.sqrt(tree.sq_norm(grad)))
+        return tree.add_scaled(model, -hparams.stepsize * shorter, grad), value
 
     return jax.lax.scan(one, start, jnp.arange(steps))
 
@@ -151,8 +154,12 @@ def fedcr(
 
     `init(params, ids)` with params {"body", "head"}; data as `data.stacked.Examples`.
 
-    Thesis: comparator of Fig. L1810.  Differs: r_i is the product over all rows of the client with its final body, where the released
-    code takes it batch by batch during the last epoch.
+    Thesis: comparator of Fig. L1810.
+    Holds if: gradients are shortened to `clip` (F27).  In mu the divergence has the curvature beta / sigma^2, and it pulls sigma towards
+    the deviations of r, which as products are some hundredths: steps on mu itself overshoot where sigma < sqrt(stepsize beta / 2), sigma
+    shrinks again, and a few steps later nothing is finite.  The released code shortens them too, to 10.
+    Differs: r_i is the product over all rows of the client with its final body, where the released code takes it batch by batch during
+    the last epoch.
     """
     clients.check_cohort(cohort)
     if steps < 1:

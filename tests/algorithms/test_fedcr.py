@@ -74,7 +74,7 @@ def test_a_step_descends_the_loss_written_out():
     known = fedcr.Normal(jnp.asarray(RNG.standard_normal((CLASSES, Z))), jnp.asarray(RNG.uniform(0.5, 2, (CLASSES, Z))))
     start = start._replace(server=start.server._replace(classes=known))
     beta, gamma = 0.3, 0.05
-    state, metrics = step(algorithm, fedcr.HParams(gamma, beta), start)
+    state, metrics = step(algorithm, fedcr.HParams(gamma, beta, clip=jnp.inf), start)
 
     def client_loss(model, i):
         key = jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), 0))[1]
@@ -95,6 +95,57 @@ def test_a_step_descends_the_loss_written_out():
     np.testing.assert_allclose(state.server.params["body"], np.mean(bodies, axis=0), rtol=1e-9)
     np.testing.assert_array_equal(state.server.params["head"], PARAMS["head"])
     np.testing.assert_allclose(metrics.loss, np.mean([client_loss(PARAMS, i) for i in range(N)]), rtol=1e-9)
+
+
+def sharp():
+    """Deviations of about 0.05 where the class distributions are 3 away: the divergence has gradients in the hundreds."""
+    body = jnp.concatenate([PARAMS["body"][:, :Z], jnp.zeros((D, Z))], axis=1)
+    bias = fedcr.Network(
+        lambda body, x: fedcr.gaussian(x @ body - jnp.array([[0.0] * Z + [3.0] * Z])), network().head, CLASSES, Z
+    )
+    far = fedcr.Normal(jnp.full((CLASSES, Z), 3.0), jnp.full((CLASSES, Z), 0.01))
+    return bias, {"body": body, "head": PARAMS["head"]}, far
+
+
+def moved(params, model):
+    return float(jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(model)))))
+
+
+def test_a_gradient_is_shortened_to_the_clip_and_no_other_is():
+    net, params, far = sharp()
+    data = Examples(*(leaf[0] for leaf in DATA))
+
+    def after(clip, moves=None):
+        hparams = fedcr.HParams(0.1, 0.3, clip=clip)
+        return fedcr.train(net, lambda key, data: data, 1, KEY, hparams, far, params, data, moves)[0]
+
+    whole = moved(params, after(jnp.inf)) / 0.1
+    assert whole > 100
+    for clip, length in ((10.0, 10.0), (whole * 0.999, whole * 0.999), (whole * 1.001, whole)):
+        assert moved(params, after(clip)) / 0.1 == pytest.approx(length, rel=1e-9)
+    for short, long in zip(jax.tree.leaves(after(10.0)), jax.tree.leaves(after(jnp.inf))):  # the same direction
+        start = params["body"] if short.shape == params["body"].shape else params["head"]
+        np.testing.assert_allclose(short - start, (long - start) * 10 / whole, rtol=1e-9, atol=1e-14)
+    alone = after(10.0, {"body": False, "head": True})  # what is not trained does not count
+    np.testing.assert_array_equal(alone["head"], after(jnp.inf)["head"])
+    assert moved(params["head"], after(10.0)["head"]) < moved(params["head"], alone["head"]) / 10
+
+
+def test_without_the_clip_small_deviations_run_away_and_with_it_they_do_not():
+    """F27: the divergence has the curvature beta / sigma^2, which no stepsize is small enough for."""
+    net, params, far = sharp()
+
+    def losses(clip):
+        algorithm = fedcr.fedcr(net, steps=5)
+        state = algorithm.init(params, jnp.arange(N))
+        state, found = state._replace(server=state.server._replace(classes=far)), []
+        for _ in range(6):
+            state, metrics = step(algorithm, fedcr.HParams(0.1, 0.01, clip=clip), state)
+            found.append(float(metrics.loss))
+        return np.array(found)
+
+    assert not np.isfinite(losses(jnp.inf)).all()
+    assert np.isfinite(losses(fedcr.HParams(0.1, 0.01).clip)).all()
 
 
 def test_bits_are_those_of_the_body_and_the_class_distributions():
