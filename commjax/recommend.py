@@ -99,7 +99,8 @@ def recommend(
 ) -> Recommendation:
     """The cheapest setting that the theorems suggest to reach E |x - x*|^2 <= epsilon, at cost (c1 K + c2) T.
 
-    Samplings of equal size (stratified, nice, block) are compared by their bounds.  For each gamma on a grid whose neighbourhood is
+    Samplings of b clients, as many as there are clusters, are compared by their bounds: stratified, nice, and block where every cluster
+    has b members (the cost does not count who takes part).  For each gamma on a grid whose neighbourhood is
     below epsilon: T from the inexact bound (prox error b such that it stays below epsilon), K from the rate of accelerated gradient
     descent on the prox of the worst cohort (`local_rounds`), the solver from `solver_for`.  Newton-type solvers exchange Hessians
     and are left to the user.
@@ -117,7 +118,9 @@ def recommend(
     advice = solver_for(True, count)
     gradients = problem.gradients - problem.gradients.mean(axis=0)
     n, b = len(problem.mu_i), len(problem.clusters)
-    samplings = [cohorts.stratified(problem.clusters), cohorts.nice(n, min(b, n)), cohorts.block(problem.clusters)]
+    samplings = [cohorts.stratified(problem.clusters), cohorts.nice(n, min(b, n))]
+    if all(len(ids) == b for ids in problem.clusters):
+        samplings.append(cohorts.block(problem.clusters))
     grid = np.geomspace(1e-3, 1e5, 65) if gammas is None else np.asarray(gammas, np.float64)
     if len(grid) == 0 or not np.all((grid > 0) & np.isfinite(grid)):
         raise ValueError(f"gammas={gammas}; allowed: positive finite numbers, at least one")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
 
 from commjax.base import Key
 
@@ -34,12 +35,12 @@ class Sampling(NamedTuple):
     size: int  # m, the number of slots
     sample: Callable[[Key], Draw]
     probabilities: Vector  # p_i = Prob(i in S)
-    mu: Callable[[Vector], float]  # mu_AS from the clients' mu_i
-    variance: Callable[[Rows], float]  # sigma^2_AS from the clients' gradients at x*, which add up to 0
+    mu: Callable[[ArrayLike], float]  # mu_AS from the clients' mu_i
+    variance: Callable[[ArrayLike], float]  # sigma^2_AS from the clients' gradients at x*, which add up to 0
     outcomes: Callable[[], Outcomes]  # (probability, cohort), each cohort once: exponentially many in general
     shares: Vector  # E [1(i in S) / |S|], which add up to 1: what FedProx-SPPM-AS gives each client (P3)
     smoothness: Callable[
-        [Vector], float
+        [ArrayLike], float
     ]  # expected smoothness max_i E [sum_{j in S} L_j / (n p_j) | i in S] from the clients' L_i
 
 
@@ -51,13 +52,15 @@ def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sa
         ids, mask = pick(key)
         return Draw(ids, jnp.where(mask, jnp.asarray(weights, float)[ids], 0.0), mask)
 
-    def checked_mu(values: Vector) -> float:
+    def checked_mu(values: ArrayLike) -> float:
+        values = np.asarray(values, np.float64)
         if np.shape(values) != (n,) or not np.all(np.isfinite(values) & (values >= 0)):
             raise ValueError(f"mu has shape {np.shape(values)} and values {values}; allowed: n={n} finite numbers >= 0")
         return float(mu(values))
 
-    def checked_variance(gradients: Rows) -> float:
-        if len(gradients) != n or not np.all(np.isfinite(gradients)):
+    def checked_variance(gradients: ArrayLike) -> float:
+        gradients = np.asarray(gradients, np.float64)
+        if gradients.ndim != 2 or len(gradients) != n or not np.all(np.isfinite(gradients)):
             raise ValueError(f"gradients has shape {gradients.shape}; allowed: n={n} finite rows")
         rest, scale = np.linalg.norm(gradients.mean(axis=0)), np.linalg.norm(gradients, axis=1).max()
         if rest > 1e-5 * scale + 1e-8:
@@ -67,7 +70,8 @@ def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sa
             )
         return float(variance(gradients))
 
-    def checked_smoothness(L: Vector) -> float:
+    def checked_smoothness(L: ArrayLike) -> float:
+        L = np.asarray(L, np.float64)
         if np.shape(L) != (n,) or not np.all(np.isfinite(L) & (L > 0)):
             raise ValueError(f"L_i has shape {np.shape(L)} and values {L}; allowed: n={n} finite positive numbers")
         return float(smoothness(L))
@@ -128,7 +132,7 @@ def partition(clusters: Clusters) -> Parts:
 
 
 def check_size(name: str, size: int, most: int, what: str) -> None:
-    if int(size) != size:
-        raise ValueError(f"{name}={size}; allowed: a whole number")
+    if not isinstance(size, int | np.integer):
+        raise ValueError(f"{name}={size!r}; allowed: an int")
     if not 1 <= size <= most:
         raise ValueError(f"{name}={size}; allowed: 1 to {most}, {what} (a cohort may not be empty)")

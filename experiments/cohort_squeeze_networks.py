@@ -89,7 +89,7 @@ def _proximal(load: Load, cohort: int, worker: Worker) -> Algorithm:
     unravel = ravel_pytree(task.problem.init(jax.random.key(0), task.train.inputs[0, :1]))[1]
     return sppm_as.sppm_as(
         task.problem.loss, cohorts.nice(n, min(cohort, n)), lambda hparams: worker.make(hparams.rate, unravel),
-        vectors=float(federated.vectors_per_round(worker.kind)),
+        vectors=float(federated.vectors_per_round(worker.kind)), received=float(federated.vectors_down(worker.kind)),
     )  # fmt: skip
 
 

@@ -72,6 +72,9 @@ def ldp_fedp3(
         check_dimension(sketch, tree.size(params), len(ids))
         if data is not None:
             privacy.check_per_example(loss, params, privacy.largest(data))
+            counts = np.asarray(jax.vmap(lambda one: jnp.sum(privacy.present(one)))(data))
+            if public is None and counts.min() < 1:
+                raise ValueError(f"data: client {counts.argmin()} has 0 rows; allowed: at least 1 (or public `rows`)")
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
 
     def client_step(round, hparams, server, client, data):
@@ -90,7 +93,7 @@ def ldp_fedp3(
         deviation = jnp.where(hparams.noise > 0, hparams.noise * jnp.asarray(hparams.clip), 0.0)
         total = tree.add_scaled(total, deviation, privacy.gaussian_like(use_key(round.own_key, 3), total))
         m = jnp.sum(present) if public is None else own(public, client.id)
-        batch = hparams.rate * m.astype(jnp.zeros(()).dtype)
+        batch = hparams.rate * jnp.maximum(m, 1).astype(jnp.zeros(()).dtype)
         model = tree.add_scaled(server.params, -hparams.gamma, tree.scale(1 / batch, total))
         return client, round.send(model), loss(server.params, data)
 

@@ -113,10 +113,10 @@ def sketched(
         model, losses = jax.lax.scan(one, pruned(server.params), None, length=steps)
         return client, round.send(model), losses[0]
 
-    def bits_down(server) -> float:
+    def bits_down(server) -> int:
         """The kept coordinates; which they are follows from the round's key."""
-        d = tree.size(server.params)
-        return clients.dense_bits(server.params) * prune.kept(d) / d
+        flat = jax.eval_shape(lambda params: ravel_pytree(params)[0], server.params)  # they travel as one vector
+        return 8 * flat.dtype.itemsize * prune.kept(flat.size)
 
     def mask_of(key: Key, id: int, d: int) -> np.ndarray:
         return np.asarray(prune.mask(use_key(jax.random.fold_in(key, id), 2), d))  # the client's `own_key`

@@ -64,6 +64,7 @@ def sppm_as(
     solver: Callable[[Any], Solver],
     hubs: Hubs | None = None,
     vectors: float = 1.0,
+    received: float = 1.0,
     pool: Callable[[Any, Array], Any] | None = None,
 ) -> Algorithm:
     r"""SPPM-AS with any sampling and any inner solver.
@@ -75,8 +76,8 @@ def sppm_as(
     `lambda h: solvers.gradient_descent(L + 1 / h.gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
     aggregation has two levels and the hubs' bits are counted apart: a hub that has the whole cohort solves the prox by itself and
     tells the server the result, hubs that share a cohort exchange with the server at every evaluation.  `vectors` that a client sends in one aggregation beside
-    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of the solvers there.  `pool` changes
-    the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `stacked.pool`.
+    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of solvers whose clients work by themselves,
+    which are `received` by it: `prox.federated.vectors_down`.  `pool` changes the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `stacked.pool`.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
@@ -99,16 +100,16 @@ def sppm_as(
         result = result._replace(
             params=jnp.where(bad, center, result.params), code=jnp.where(bad, BROKE_DOWN, result.code)
         )
-        metrics = _metrics(start, result, draw, n, server.params, vectors, hubs)
+        metrics = _metrics(start, result, draw, n, server.params, vectors, received, hubs)
         return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
 
     return Algorithm(init, step)
 
 
 def _metrics(
-    start: Array, result: Result, draw: Draw, n: int, params: Params, vectors: float, hubs: Hubs | None
+    start: Array, result: Result, draw: Draw, n: int, params: Params, vectors: float, received: float, hubs: Hubs | None
 ) -> Metrics:
-    """Every evaluation sends x down and `vectors` vectors with one value up."""
+    """Every evaluation sends `received` vectors down and `vectors` with one value up."""
     price = cohort.price(draw, n, params)
     sent = vectors * price + cohort.price(draw, n, start)
     evaluations = result.evaluations.astype(price.dtype)
@@ -119,13 +120,13 @@ def _metrics(
     return Metrics(
         loss=start,
         bits_up=sent * evaluations,
-        bits_down=price * evaluations,
+        bits_down=received * price * evaluations,
         local_rounds=result.evaluations,
         iterations=result.iterations,
         residual=result.residual,
         code=result.code,
         bits_hubs=links * jnp.where(met == 1, model, vectors * model + value),
-        bits_hubs_down=links * model,
+        bits_hubs_down=links * jnp.where(met == 1, model, received * model),
         hub_rounds=hub_rounds,
     )
 
@@ -150,12 +151,12 @@ def flat_metrics(
     )
 
 
-_LEAST = {"gamma": "positive and finite", "alpha": "positive and finite", "stepsize": "positive and finite", "rounds": "K >= 1 local rounds", "steps": "at least 1"}  # fmt: skip
+_LEAST = {"gamma": "positive and finite", "alpha": "positive and finite", "stepsize": "positive and finite", "rounds": "K >= 1 local rounds, whole", "steps": "at least 1, whole"}  # fmt: skip
 
 
 def _allowed(name: str, value: Any) -> Any:
     """For NumPy and JAX alike"""
-    return value >= 1 if name in ("rounds", "steps") else (value > 0) & (value < np.inf)
+    return (value >= 1) & (value % 1 == 0) if name in ("rounds", "steps") else (value > 0) & (value < np.inf)
 
 
 def check(**values: Any) -> None:
@@ -166,7 +167,7 @@ def check(**values: Any) -> None:
 
 
 def refused(**values: Any) -> Array:
-    """Whether stepsizes are not positive and finite, or counts are below 1; traced values are allowed."""
+    """Whether stepsizes are not positive and finite, or counts not whole or below 1; traced values are allowed."""
     bad = jnp.zeros((), bool)
     for name, value in values.items():
         bad = bad | ~_allowed(name, jnp.asarray(value).astype(float))

@@ -107,8 +107,8 @@ def server_masks(plan: Plan, pruning: Pruning, key: Key, params: Params) -> list
 
 
 def _best(found: Array, ratio: float) -> Array:
-    k = kept(found.size, ratio)
-    return jnp.ones(found.shape, bool) if k == found.size else masks.unstructured(found, 1 - k / found.size, "layer")
+    # As many as the ledger charges: 1 - k / size is no number from which a large k comes back.
+    return masks.largest(found, kept(found.size, ratio))
 
 
 def client_mask(

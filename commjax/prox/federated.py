@@ -25,7 +25,17 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
 from commjax.prox.adaptive import adam, apollo, check_fractions, oasis, repeat, transformed
-from commjax.prox.solvers import LocalOracle, Oracle, Result, Solver, Vector, check_positive, locals_of
+from commjax.prox.solvers import (
+    LocalOracle,
+    Oracle,
+    Result,
+    Solver,
+    Vector,
+    check_positive,
+    local_newton,
+    locals_of,
+    scaffnew,
+)
 
 
 def _work(cohort: LocalOracle, x: Vector, steps: Any, memory: Any, step: Callable) -> tuple[Array, Any]:
@@ -329,6 +339,8 @@ def fed_lamb(
 
 # Uplink of one aggregation, without and with a gradient that is only there to measure the residual.
 _VECTORS = {
+    local_newton: (2, 2),  # model and gradient at x, together
+    scaffnew: (1, 2),
     adam: (1, 1),
     fed_opt: (1, 2),
     fed_adam: (1, 2),
@@ -343,7 +355,8 @@ _VECTORS = {
 
 
 def vectors_per_round(solver: Callable, residual: bool = False) -> int:
-    """Vectors of dimension d that one client sends for one of `Result.evaluations`; `solver` is a function of this module or of `adaptive`.
+    """Vectors of dimension d that one client sends for one of `Result.evaluations`; `solver` is a function of this module, of
+    `adaptive`, or one of `solvers` whose clients send models.
 
     `residual`: whether a tolerance is to stop the run; methods that average models then send a gradient beside the model.
 
@@ -352,6 +365,17 @@ def vectors_per_round(solver: Callable, residual: bool = False) -> int:
     """
     if solver not in _VECTORS:
         raise ValueError(
-            f"solver={solver}; allowed: {', '.join(one.__name__ for one in _VECTORS)} of prox.federated and prox.adaptive"
+            f"solver={solver}; allowed: {', '.join(one.__name__ for one in _VECTORS)} of prox.solvers, prox.federated and prox.adaptive"
         )
     return _VECTORS[solver][residual]
+
+
+def vectors_down(solver: Callable) -> int:
+    """Vectors that one client is sent for one of `Result.evaluations`: x, and what its local steps read besides, which is
+    MimeLite's c (of which it keeps the moments) and Fed-LAMB's u.
+
+    >>> vectors_down(fed_adam), vectors_down(mime_lite), vectors_down(fed_lamb)
+    (1, 2, 2)
+    """
+    vectors_per_round(solver)  # or an error
+    return 2 if solver in (mime_lite, fed_lamb) else 1

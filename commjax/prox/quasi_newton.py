@@ -159,9 +159,10 @@ class _Updates(NamedTuple):
     U: Float[Array, "2*k d"]
     M: Float[Array, "k 2 2"]
 
-    def times(self, v: Vector) -> Vector:
-        along = (self.U @ v).reshape(-1, 2)
-        return v + jnp.einsum("kij,kj->ki", self.M, along).reshape(-1) @ self.U
+    def times(self, V: Float[Array, "v d"]) -> Float[Array, "v d"]:
+        """H v for each row v, reading U once for all"""
+        along = (V @ self.U.T).reshape(len(V), -1, 2)
+        return V + jnp.einsum("kij,vkj->vki", self.M, along).reshape(len(V), -1) @ self.U
 
 
 def bfgs(history: int = 100) -> Solver:
@@ -184,8 +185,9 @@ def bfgs(history: int = 100) -> Solver:
         # Updates without coefficients are none: to start again, U need not be touched.
         anew = slot == 0
         updates = updates._replace(M=jnp.where(wanted & anew, 0, updates.M))
-        ahead = updates.times(here.grad)
-        z = jnp.where(anew, y, ahead + direction)  # H y, for the direction was -H before.grad
+        # H y itself: H here.grad + direction is the same but for rounding, which in float32 breaks searches down.
+        z, ahead = updates.times(jnp.stack([y, here.grad]))
+        z = jnp.where(anew, y, z)
         U, M = jnp.stack([s, z]), jnp.array([[rho + rho**2 * jnp.vdot(y, z), -rho], [-rho, jnp.zeros_like(rho)]])
         at = jnp.where(wanted, slot, history)  # outside: a pair is written, or none
         kept = (

@@ -59,11 +59,28 @@ def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, re
     >>> unstructured(jnp.array([[1.0, 5.0], [2.0, 4.0]]), 0.5, "layer").tolist()
     [[False, True], [False, True]]
     """
+    pruned = count(_size(scores, group), sparsity)
+    return _checked(scores, *_unstructured(scores, np.int32(pruned), group, reference_ties))
+
+
+def largest(scores: Scores, k: int, group: Group = "layer") -> Mask:
+    """Keeps exactly k weights of every group, those of largest score; of equals the last.
+
+    >>> largest(jnp.array([[1.0, 5.0], [2.0, 4.0]]), 1).tolist()
+    [[False, True], [False, False]]
+    """
+    size = _size(scores, group)
+    if not 0 <= k <= size:
+        raise ValueError(f"k={k}; allowed: 0 to {size}, the weights of a group")
+    return _checked(scores, *_unstructured(scores, np.int32(size - k), group, False))
+
+
+def _size(scores: Scores, group: Group) -> int:
+    """How many weights compete."""
     if group not in _OVER:
         raise ValueError(f"group={group!r}; allowed: {', '.join(map(repr, _OVER))}")
     _check_shape(scores)
-    size = math.prod(scores.shape[axis] for axis in _OVER[group])
-    return _checked(scores, *_unstructured(scores, np.int32(count(size, sparsity)), group, reference_ties))
+    return math.prod(scores.shape[axis] for axis in _OVER[group])
 
 
 def n_m(scores: Scores, n: int, m: int) -> Mask:

@@ -288,6 +288,13 @@ def test_a_client_reads_what_the_server_wrote(pruning):
             fedp3_wire.read_up(MIXED, i, up + b"\0", PARAMS)
 
 
+def test_of_a_large_layer_as_many_weights_are_kept_as_the_ledger_charges():
+    """1 - k / size, a float, gave one weight more here: the letter was longer than its price."""
+    shape = 17744, 1024
+    found = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    assert int(submodels._best(found, 0.95).sum()) == submodels.kept(found.size, 0.95) == 17_261_363
+
+
 def test_scores_of_the_pruning_package_make_masks():
     plan = plans.plan(LAYERS, [["c"]], 0.5)
     kernel = PARAMS["b"]["kernel"]

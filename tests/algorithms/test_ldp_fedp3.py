@@ -243,6 +243,16 @@ def test_bad_input_is_refused():
         ldp_fedp3.ldp_fedp3(loss).init(jnp.ones(2), IDS)
 
 
+def test_a_client_without_rows_is_refused_and_does_not_make_the_model_infinite():
+    empty = {**PADDED, "weights": PADDED["weights"].at[1].set(0.0)}
+    algorithm = ldp_fedp3.ldp_fedp3(weighted)
+    with pytest.raises(ValueError, match=r"data: client 1 has 0 rows; allowed: at least 1 \(or public `rows`\)"):
+        algorithm.init(jnp.ones(D), IDS, data=empty)
+    ldp_fedp3.ldp_fedp3(weighted, rows=5).init(jnp.ones(D), IDS, data=empty)
+    after, _ = one_round(algorithm, ldp_fedp3.HParams(0.1, 1.0, 0.5, 0.5), np.ones(D), empty)
+    assert np.isfinite(after.server.params).all()
+
+
 def test_a_loss_that_is_not_per_example_is_refused_before_the_run():
     def batch_normalised(params, rows):
         scores = rows["a"] @ params

@@ -90,6 +90,21 @@ def test_a_client_pays_for_its_share_up_and_for_its_pruned_model_down():
     assert metrics.bits_down == 64 * D == clients.dense_bits(jnp.ones(D))
 
 
+def test_leaves_of_several_widths_travel_as_one_vector_and_are_paid_for_as_such():
+    params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.float32)}
+
+    def loss(params, data):
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(params)) + 0 * data[0]
+
+    algorithm = sketched.sketched(jax.value_and_grad(loss), sketched.uniform(0.5))
+    state = algorithm.init(params, jnp.arange(2))
+    assert algorithm.exchange is not None and algorithm.exchange.letter is not None
+    with jax.numpy_dtype_promotion("standard"):
+        letters = algorithm.exchange.letter.write(KEY, state.server, [0, 1], 2)
+        price = algorithm.exchange.bits_down(state.server)
+    assert [8 * len(letter) for letter in letters] == [price] * 2 == [128, 128]
+
+
 def test_parameters_may_be_any_tree():
     flat = jnp.arange(1.0, D + 1)
     tree = {"a": flat[:3], "b": [flat[3:].reshape(2, 2)]}

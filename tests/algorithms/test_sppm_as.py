@@ -260,7 +260,7 @@ def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_th
     algorithm, bad = {
         "sppm_as": (
             sppm_as.sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
-            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0)]},
+            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0), sppm_as.HParams(1.0, 2.7)]},
         ),
         "fedprox": (
             averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
@@ -340,6 +340,18 @@ def test_solvers_that_send_more_vectors_pay_for_them():
         for vectors in (1.0, 2.0)
     )
     assert two.bits_up * (D + 1) == one.bits_up * (2 * D + 1) and two.bits_down == one.bits_down
+
+
+@pytest.mark.parametrize("hubs, both", [([0, 1] * (N // 2), 2), ([0] * N, 1)])
+def test_solvers_whose_clients_are_sent_more_vectors_pay_for_them(hubs, both):
+    one, two = (
+        after(
+            sppm_as.sppm_as(quadratic.loss, SAMPLINGS["full"], newton, cohort.Hubs.make(hubs), received=received), EXACT
+        )[1]
+        for received in (1.0, 2.0)
+    )
+    assert two.bits_down == 2 * one.bits_down > 0 and two.bits_up == one.bits_up and two.bits_hubs == one.bits_hubs
+    assert two.bits_hubs_down == both * one.bits_hubs_down > 0  # a hub that has the whole cohort is sent x once
 
 
 def test_memory_grows_with_the_cohort_and_not_with_the_number_of_clients():

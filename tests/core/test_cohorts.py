@@ -353,6 +353,21 @@ def test_a_hundred_clients_in_ten_clusters_draw_ten():
 
 
 def test_numbers_of_clients_are_whole():
-    for make in (lambda: cohorts.nice(4, 2.5), lambda: cohorts.stratified_of([[0], [1]], 1.5)):  # type: ignore[arg-type]
-        with pytest.raises((ValueError, TypeError), match=r"[12]\.5"):  # under the tests the type checker is first
+    for make in (
+        lambda: cohorts.nice(4, 2.5),
+        lambda: cohorts.stratified_of([[0], [1]], 1.5),
+        lambda: cohorts.nice(4, 2.0),
+    ):  # type: ignore[arg-type]
+        with pytest.raises((ValueError, TypeError), match=r"[12]\.[05]"):  # under the tests the type checker is first
             make()
+
+
+def test_lists_will_do_for_the_clients_numbers():
+    sampling = cohorts.nice(4, 2)
+    assert sampling.mu([1.0, 2.0, 3.0, 4.0]) == sampling.mu(np.array([1.0, 2.0, 3.0, 4.0]))
+    assert sampling.variance([[1.0], [-1.0], [2.0], [-2.0]]) == sampling.variance(
+        np.array([[1.0], [-1.0], [2.0], [-2.0]])
+    )
+    assert sampling.smoothness([1.0, 2.0, 3.0, 4.0]) == sampling.smoothness(np.array([1.0, 2.0, 3.0, 4.0]))
+    with pytest.raises(ValueError, match=r"gradients has shape \(4,\); allowed: n=4 finite rows"):
+        sampling.variance([1.0, -1.0, 2.0, -2.0])

@@ -89,3 +89,10 @@ def test_the_solver_follows_from_what_a_local_round_is():
     assert solver_for(False).name == "adam"
     with pytest.raises(ValueError, match="count='rounds'; allowed: iterations or evaluations"):
         recommend(FACTS, 0.1, count="rounds")
+
+
+def test_a_block_of_another_size_than_the_other_cohorts_is_not_compared_with_them():
+    """Its rounds would look cheap: the cost does not count who takes part."""
+    pairs = FACTS._replace(clusters=[np.arange(3), np.arange(3, 6)])
+    for c1, c2 in ((1.0, 0.0), (0.05, 1.0)):
+        assert recommend(pairs, 1.0, c1, c2).sampling.size == 2

@@ -490,7 +490,7 @@ def test_without_local_objectives_there_is_an_error(name):
         (lambda: federated.fed_lamb(-1, 0.1, unravel), "local_steps=-1"),
         (lambda: adaptive.apollo(0.1, sigma=0.0), "sigma=0.0"),
         (lambda: adaptive.oasis(samples=0), "samples=0; allowed: positive"),
-        (lambda: federated.vectors_per_round(len), "allowed: adam, fed_opt"),
+        (lambda: federated.vectors_per_round(len), "allowed: local_newton, scaffnew, adam, fed_opt"),
     ],
 )
 def test_bad_arguments_are_named(make, message):
@@ -505,3 +505,6 @@ def test_every_solver_has_its_price():
     }
     assert prices["mime_lite"] == (2, 2) and prices["mime"] == (1, 1)  # Mime pays by its second evaluation
     assert prices["fed_lamb"] == (2, 3) and prices["oasis"] == (2, 2) and prices["fed_adam"] == (1, 2)
+    assert prices["local_newton"] == (2, 2)  # model and gradient
+    down = {solver.__name__ for solver in federated._VECTORS if federated.vectors_down(solver) != 1}
+    assert down == {"mime_lite", "fed_lamb"}  # whose local steps read what the server has

@@ -98,6 +98,20 @@ def test_counts_are_floors_that_rounding_does_not_break():
     assert masks.count(4096, 0.6) == 2457 and masks.count(7, 0.999) == 6 and masks.count(5, 0.0) == 0
 
 
+@pytest.mark.parametrize("group", ["output", "input", "layer"])
+def test_the_k_largest_are_those_that_pruning_the_others_leaves(group):
+    found = jnp.asarray(np.random.default_rng(4).integers(0, 5, (6, 4)).astype(np.float32))
+    size = {"output": 6, "input": 4, "layer": 24}[group]
+    for k in range(1, size + 1):
+        mask = masks.largest(found, k, group)
+        np.testing.assert_array_equal(mask, masks.unstructured(found, (size - k) / size, group))
+        assert mask.sum() == k * 24 // size
+    assert not masks.largest(found, 0, group).any()
+    for k in (-1, size + 1):
+        with pytest.raises(ValueError, match=f"k={k}; allowed: 0 to {size}"):
+            masks.largest(found, k, group)
+
+
 def test_one_compilation_serves_every_sparsity():
     S = jnp.array(random(3, (10, 10)))
     masks.unstructured(S, 0.1)
