@@ -164,6 +164,8 @@ def perplexity_of(
 ) -> None:
     """Perplexity on a text, as the pruning papers measure it: windows side by side, mean over all predicted tokens.
 
+    Several texts of a file are joined by a blank line, as WikiText's are, and have no beginnings of their own.
+
     Args:
         model: Folder with config.json and safetensors, or a .bin file of llama2.c.
         text: Plain text, .json (list of texts) or .jsonl ("text"), also packed (.xz, .gz, .bz2).

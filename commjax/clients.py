@@ -153,6 +153,32 @@ def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str |
     return Cohort(member, None, jnp.where(member, n / size, 0.0))
 
 
+def evaluated(value_and_grad: Callable, params: PyTree, data: PyTree) -> tuple[Array, PyTree]:
+    """One client's loss and gradient, or an error that says what was meant.
+
+    >>> evaluated(jax.grad(lambda x, data: x**2), jnp.ones(()), ())
+    Traceback (most recent call last):
+    TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), not loss or jax.grad(loss)
+    """
+    found = value_and_grad(params, data)
+    pair = isinstance(found, tuple) and len(found) == 2 and jax.tree.structure(found[0]) == jax.tree.structure(0)
+    if not pair or jnp.ndim(found[0]) or jax.tree.structure(found[1]) != jax.tree.structure(params):
+        raise TypeError(
+            "value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), not loss or "
+            "jax.grad(loss)"
+        )
+    return found
+
+
+def check_rows(data: PyTree, n: int) -> None:
+    """Every leaf of the clients' data has a row for each of them."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if jnp.shape(leaf)[:1] != (n,):
+            raise ValueError(
+                f"data{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; allowed: a leading axis of {n}, one row for each client"
+            )
+
+
 def message_of(exchange: Exchange, key: Key, x: PyTree, id: Any, n: int) -> Message:
     """What the server sees of x, and its price; `key` is the round's"""
     if exchange.compressor is None:
@@ -190,6 +216,7 @@ def federated(
     exchange = Exchange(client_step, server_step, bits_down, down, compressor, cohort_size, private, letter)
 
     def step(key, hparams, state, batch, *, axis_name=None):
+        check_rows(batch, len(state.clients.id))
         key_round = jax.random.fold_in(key, state.server.round)
         n = count(state.clients.id, axis_name)
         here = cohort(jax.random.fold_in(key_round, n), state.clients.id, cohort_size, axis_name)

@@ -69,7 +69,7 @@ class Record:
         if convention is not None:
             if missing := {"d", "kept"} - self.config.keys():
                 raise ValueError(
-                    f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config"
+                    f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config: runner.loop(..., config={{'d': ..., 'kept': ...}})"
                 )
             per_round = np.full_like(per_round, legacy_bits(convention, self.config["d"], self.config["kept"]))
         return (0.0 if convention else self.bits_init) + np.cumsum(per_round, axis=-1) - per_round

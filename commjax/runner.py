@@ -54,7 +54,7 @@ def run(
 ) -> tuple[State, Any]:
     """`num_rounds` rounds as one compiled program; the second result is `Metrics` (see also `observe`), one row per round.
 
-    `data` has a leading client axis.  The key is that of the run: what happens in round t depends on (key, t) only, so
+    `data` has a leading client axis.  Nothing is looked at before the end, NaN included (`loop` stops there).  The key is that of the run: what happens in round t depends on (key, t) only, so
     run(a + b) = run(b) after run(a).
     """
     key_step, key_batch = jax.random.split(key)
@@ -114,7 +114,16 @@ def sweep(
 
 
 def _spread(state: State, hparams: Any, keys: Key) -> State:
-    return tree.repeat(tree.repeat(state, len(keys)), len(jax.tree.leaves(hparams)[0]))
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(hparams)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise ValueError(
+            f"hparams has leaves of shapes {shapes}; allowed: one leading axis for all, as `runner.stack` makes it"
+        )
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
+        raise ValueError(
+            f"keys: {keys.dtype}{list(keys.shape)}; allowed: a row of keys, as jax.random.split(key, number) makes it"
+        )
+    return tree.repeat(tree.repeat(state, len(keys)), shapes[0][0])
 
 
 @cache

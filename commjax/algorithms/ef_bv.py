@@ -67,22 +67,25 @@ def ef_bv(
     Precision: with theory's small gamma a float32 run stalls where gamma g is below half an ulp of x, a gap near 1e-7; use
     float64 (and `compressors.rounded` for float32 messages) where that matters.  In bfloat16 the rounded updates of h and of
     the h_i drift apart, h is no longer their mean, and the method settles elsewhere: with bfloat16 params give h_i^0 in float32
-    (`shift=jnp.zeros((n, d))`; h, the h_i and g then stay in float32) and `compressors.rounded(compressor, jnp.bfloat16)`, whose
+    (`shift=jax.tree.map(lambda p: jnp.zeros((n, *p.shape)), params)`; h, the h_i and g then stay in float32) and `compressors.rounded(compressor, jnp.bfloat16)`, whose
     messages are bfloat16 on the wire.
     """
     prox = (zero() if regularizer is None else regularizer).prox
 
     def init(params: Params, ids: Int[Array, "n"], shift: PyTree | None = None) -> State:
-        rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
-        if wrong := [leaf.shape for leaf in jax.tree.leaves(rows) if len(leaf) != len(ids)]:
-            raise ValueError(
-                f"shift must have one row for each of the {len(ids)} clients, got leaves of shapes {wrong}"
-            )
+        rows = tree.repeat(tree.zeros_like(params), len(ids))
+        if shift is not None:
+            wanted, given = (jax.tree.map(jnp.shape, one) for one in (rows, shift))
+            if wanted != given:
+                raise ValueError(
+                    f"shift must have one row like params for each of the {len(ids)} clients: {wanted}, got {given}"
+                )
+            rows = shift
         server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=clients.mean(rows))
         return State(server, Client(id=ids, shift=rows))
 
     def client_step(round, hparams, server, client, data):
-        loss, grad = value_and_grad(server.params, data)
+        loss, grad = clients.evaluated(value_and_grad, server.params, data)
         d = round.send(tree.sub(tree.cast(grad, client.shift), client.shift))
         return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
 
@@ -101,6 +104,8 @@ def ef_bv(
 
 
 def _check(smoothness: Smoothness, *names: str) -> None:
+    if any(not hasattr(smoothness, name) for name in names):
+        raise TypeError(f"smoothness={smoothness!r}; allowed: what `problems.constants.smoothness(L_i)` makes")
     for name in names:
         if not 0 < (value := getattr(smoothness, name)) < math.inf:
             raise ValueError(f"smoothness.{name} must be positive and finite, got {value}")

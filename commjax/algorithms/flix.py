@@ -63,7 +63,7 @@ def objective(value_and_grad: ValueAndGrad) -> Callable[..., tuple[Array, Params
     """
 
     def of(alpha, params, optimum, data):
-        value, grad = value_and_grad(mixture(alpha, params, optimum), data)
+        value, grad = clients.evaluated(value_and_grad, mixture(alpha, params, optimum), data)
         return value, tree.scale(alpha, grad)
 
     return of

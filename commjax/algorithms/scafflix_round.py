@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import tree
+from commjax import clients, tree
 from commjax.algorithms.flix import mixture, own
 from commjax.base import Key, Params
 
@@ -42,7 +42,7 @@ def local_step(value_and_grad, sample, key, hparams, params, client, data, t):
     """e <- e - gamma_i (g_i - h_i) with g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e)"""
     model = tree.add(_start(hparams, params, client), client.drift)
     rows = sample(jax.random.fold_in(jax.random.fold_in(key, t), client.id), data)
-    loss, grad = value_and_grad(model, rows)
+    loss, grad = clients.evaluated(value_and_grad, model, rows)
     step = tree.sub(grad, client.shift)
     return client._replace(drift=tree.add_scaled(client.drift, -own(hparams.gamma, client.id), step)), loss
 

@@ -107,7 +107,7 @@ def sketched(
             return unravel(jnp.where(mask, ravel_pytree(params)[0], jnp.zeros((), flat.dtype)))
 
         def one(params, _):
-            loss, grad = value_and_grad(params, data)
+            loss, grad = clients.evaluated(value_and_grad, params, data)
             return tree.add_scaled(params, -hparams.gamma, pruned(grad)), loss
 
         model, losses = jax.lax.scan(one, pruned(server.params), None, length=steps)

@@ -34,6 +34,10 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError("reading a tokenizer needs transformers: pip install 'commjax[llm]'") from error
+    if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files (tokenizer.json, vocab.json, ...)"
+        )
     found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
 

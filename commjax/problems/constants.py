@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 
 class Smoothness(NamedTuple):
-    """Constants of f = (1/n) sum_i f_i.
+    """Constants of f = (1/n) sum_i f_i, as `smoothness(L_i)` makes them from the clients'.
 
     Thesis: L647, L1119 (L_tilde).
     Differs: E1 (L_tilde has the 1/n that L2991 drops).
@@ -23,15 +24,16 @@ class Smoothness(NamedTuple):
     L_i: Float[np.ndarray, "n"]  # of f_i
 
 
-def smoothness(L_i: Float[np.ndarray, "n"], L: float | None = None, mu: float = 0.0) -> Smoothness:
+def smoothness(L_i: ArrayLike, L: float | None = None, mu: float = 0.0) -> Smoothness:
     """Smoothness from the clients' constants; without ``L``, the bound L_tilde stands for it.
 
     Holds if: f is L-smooth with L <= mean L_i <= L_tilde, which is checked up to rounding.
 
-    >>> smoothness(np.array([1.0, 7.0]), L=2.0, mu=0.5)[:4]
+    >>> smoothness([1.0, 7.0], L=2.0, mu=0.5)[:4]
     (2.0, 5.0, 7.0, 0.5)
     """
-    if L_i.size == 0 or not (np.isfinite(L_i).all() and (L_i > 0).all()):
+    L_i = np.asarray(L_i, np.float64)
+    if L_i.ndim != 1 or L_i.size == 0 or not (np.isfinite(L_i).all() and (L_i > 0).all()):
         raise ValueError(f"L_i={L_i}; allowed: one finite positive number for each client")
     L_tilde = float(np.sqrt(np.mean(L_i**2)))
     L = L_tilde if L is None else float(L)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from commjax import clients, compressors, parallel
+from commjax import clients, compressors, parallel, runner
 from commjax.algorithms import ef_bv
 from commjax.base import Message, Round, State
 
@@ -172,3 +172,29 @@ def test_the_ledger_of_a_float32_run_is_what_the_encoder_emits():
         _, metrics = algorithm.step(jax.random.key(0), ef_bv.HParams(0.1, 1.0, 1.0), state, data)
     assert metrics.bits_up.dtype == jnp.float32
     assert float(metrics.bits_up) == 8 * len(compressor.encode(jax.random.key(1), data[0]))
+
+
+def _loss(params, data):
+    return jnp.sum((params["a"] - data["x"]) ** 2) + params["b"] ** 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [_loss, jax.grad(_loss), jax.value_and_grad(lambda *args: (_loss(*args), 0), has_aux=True)]
+)
+def test_what_is_no_value_and_grad_is_refused_with_what_was_meant(wrong):
+    algorithm = ef_bv.ef_bv(wrong, compressors.top_k(1))
+    state = algorithm.init({"a": jnp.zeros(2), "b": jnp.zeros(())}, jnp.arange(3))
+    with pytest.raises(
+        TypeError, match=r"must return \(loss, gradients like params\): pass jax.value_and_grad\(loss\)"
+    ):
+        runner.run(jax.random.key(0), algorithm, ef_bv.HParams(0.1, 1.0, 1.0), state, {"x": jnp.zeros((3, 2))}, 1)
+
+
+@pytest.mark.parametrize("x, shape", [(jnp.zeros((2, 2)), r"\(2, 2\)"), (jnp.zeros(()), r"\(\)")])
+def test_data_without_a_row_for_each_client_is_named(x, shape):
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(_loss), compressors.top_k(1))
+    state = algorithm.init({"a": jnp.zeros(2), "b": jnp.zeros(())}, jnp.arange(3))
+    with pytest.raises(
+        ValueError, match=rf"data\['x'\] has shape {shape}; allowed: a leading axis of 3, one row for each client"
+    ):
+        runner.run(jax.random.key(0), algorithm, ef_bv.HParams(0.1, 1.0, 1.0), state, {"x": x}, 1)

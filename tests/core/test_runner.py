@@ -171,3 +171,21 @@ def test_minibatches_of_no_rows_are_refused(size):
 def test_minibatches_of_leaves_without_a_common_row_axis_are_refused(data):
     with pytest.raises(ValueError, match=r"every leaf of a client.s data must be \[rows, ...\], got shapes "):
         runner.minibatches(2)(KEY, jnp.arange(4), data)
+
+
+def test_a_sweep_says_what_its_hparams_and_keys_must_be():
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(lambda x, c: jnp.sum((x - c) ** 2)), compressors.top_k(1))
+    state, data, keys = (
+        algorithm.init(jnp.zeros(2), jnp.arange(3)),
+        jnp.zeros((3, 2)),
+        jax.random.split(jax.random.key(0), 2),
+    )
+    one = ef_bv.HParams(0.1, 1.0, 1.0)
+    for hparams in ([one, one], one._replace(gamma=jnp.ones(2)), one):
+        with pytest.raises(
+            ValueError, match=r"hparams has leaves of shapes .*; allowed: one leading axis for all, as `runner.stack`"
+        ):
+            runner.sweep(keys, algorithm, hparams, state, data, 1)
+    for wrong in (jax.random.key(0), jnp.arange(2)):
+        with pytest.raises(ValueError, match=r"keys: .*; allowed: a row of keys, as jax.random.split"):
+            runner.sweep(wrong, algorithm, runner.stack([one]), state, data, 1)

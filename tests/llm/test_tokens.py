@@ -199,3 +199,10 @@ def test_padding():
     assert windows.tolist() == [[1, 2, 0], [1, 2, 3], [5, 0, 0]] and lengths.tolist() == [2, 3, 1]
     with pytest.raises(ValueError, match="length=0"):
         tokens.padded([[1]], 0)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face"):
+        tokens.load(tmp_path)
