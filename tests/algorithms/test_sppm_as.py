@@ -157,6 +157,8 @@ def test_averaged_proxes_and_their_two_anchors():
         np.testing.assert_allclose(state.server.params, wanted, rtol=1e-9)
     assert np.abs(fedprox - fedavg).max() > 1e-3  # not one method, as the text says (P2)
     assert metrics.local_rounds == rounds and metrics.code == solvers.CONVERGED
+    # A member sends and receives one vector a local round.
+    np.testing.assert_allclose([metrics.bits_up, metrics.bits_down], rounds * 64 * D * len(members) / N, rtol=1e-12)
 
 
 def test_one_members_breakdown_is_reported_by_the_averaged_proxes():
@@ -195,7 +197,8 @@ def test_local_gd_on_a_cohort(steps):
             x = x - stepsize * PROBLEM.H[i] @ (x - PROBLEM.c[i])
         rows.append(x)
     np.testing.assert_allclose(found, np.mean(rows, axis=0), rtol=1e-10)
-    assert metrics.local_rounds == 1
+    assert metrics.local_rounds == 1 and metrics.iterations == steps
+    np.testing.assert_allclose([metrics.bits_up, metrics.bits_down], 64 * D * len(rows) / N, rtol=1e-12)
 
 
 def test_a_grid_over_gamma_and_k_is_one_program_with_the_same_results():

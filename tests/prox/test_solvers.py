@@ -252,6 +252,24 @@ def test_bfgs_with_a_short_history_starts_again_and_still_converges():
         quasi_newton.bfgs(0)
 
 
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_cg_goes_along_polak_and_ribieres_directions_and_first_tries_to_fall_as_far_as_last_time(kind):
+    steps = [np.asarray(run("cg", kind, budget=k, tolerance=0.0).params) for k in range(7)]
+    asked = np.array(POINTS)
+    values, grads = zip(*([np.asarray(a) for a in _value_and_grad(PROBLEMS[kind], x)] for x in steps))
+    direction = -grads[0]
+    guess = min(1.0, 1 / np.linalg.norm(grads[0]))
+    for k in range(6):
+        if k:
+            beta = max(0.0, grads[k] @ (grads[k] - grads[k - 1]) / (grads[k - 1] @ grads[k - 1]))
+            direction = -grads[k] + beta * direction
+            guess = 1.01 * 2 * (values[k] - values[k - 1]) / (grads[k] @ direction)
+        moved = steps[k + 1] - steps[k]
+        assert direction @ moved / np.linalg.norm(direction) / np.linalg.norm(moved) > 1 - 1e-9
+        tried = steps[k] + guess * direction
+        assert np.abs(asked - tried).max(axis=1).min() < 1e-9 * np.linalg.norm(tried)
+
+
 def test_scaffnew_that_always_communicates_is_gradient_descent():
     oracle = oracle_of(PROBLEMS["quadratic"], 5.0, jnp.asarray(CENTER))
     always = jit(lambda x: solvers.scaffnew(1 / (L + 0.2), 1.0)(oracle, x, 5, 0.0))(jnp.asarray(CENTER))

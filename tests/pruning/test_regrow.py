@@ -190,6 +190,14 @@ def test_cycles_threshold_and_power_are_obeyed(seed, cycles, threshold, power):
     check(W, mask, regrow.dsnot(W, mask, stats, cycles=cycles, threshold=threshold, power=power), expected)
 
 
+@pytest.mark.parametrize("method", [regrow.dsnot, regrow.r2_dsnot])
+def test_by_default_an_output_swaps_fifty_times_at_most(method):
+    W, mask = jnp.repeat(jnp.array([[1.0], [-1.0]]), 150, axis=0), jnp.repeat(jnp.array([[False], [True]]), 150, axis=0)
+    stats = statistics.of(jnp.broadcast_to(jnp.array([[0.5], [1.5]]), (2, 300)))
+    new = method(W, mask, stats)[1]  # the error is 300 and falls by 4 with every swap
+    assert (int(jnp.sum(new & ~mask)), int(jnp.sum(mask & ~new))) == (50, 50)
+
+
 def test_prune_scores_may_be_given_and_are_wandas_otherwise():
     W, stats = layer(64, 24, 3)
     mask = masks.unstructured(jnp.abs(W), 0.5)

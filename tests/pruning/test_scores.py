@@ -269,6 +269,12 @@ def test_every_subset_is_equally_likely(shared):
     assert all(abs(n - 1000) < 5 * math.sqrt(1000 * 5 / 6) for n in seen.values())
 
 
+def test_stochastic_ria_by_default_samples_a_tenth_of_the_shorter_side_and_weighs_by_the_input_norm():
+    w, norms = jnp.ones((40, 45)), np.arange(1.0, 41)  # tau = 4
+    S = scores.stoch_ria()(w, statistics.of(jnp.array(norms)[None]), KEY)
+    np.testing.assert_allclose(S, np.tile((1 / 4 + 1 / 4) * norms[:, None], 45), rtol=1e-14)
+
+
 def test_seeds_give_other_scores_and_the_same_seed_the_same():
     score = scores.stoch_ria(0.25)
     a, b = score(w0, stats0, KEY), score(w0, stats0, jax.random.key(1))
