@@ -10,8 +10,9 @@ from experiments.fedp3_task import Settings
 
 
 def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], str] | None) -> list[str]:
+    some = f", {settings.rows} rows" if settings.rows else ""
     lines = [
-        f"{settings.task}, {settings.model} of width {settings.width}, {settings.clients} clients, {settings.cohort} a round, {settings.rounds} rounds of {settings.steps} steps; "
+        f"{settings.task}{some}, {settings.model} of width {settings.width}, {settings.clients} clients, {settings.cohort} a round, {settings.rounds} rounds of {settings.steps} steps; "
         f"layers not trained: {settings.others}",
         f"accuracy (%) of the global model, and mean over clients of that of local models (F23); mean +- deviation of {settings.seeds} seeds, each with a plan of its own",
         "kbit of a client a round, mean +- deviation, and [in expectation over plans]",

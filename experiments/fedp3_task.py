@@ -27,6 +27,7 @@ class Settings:
     splits: tuple[str, ...] = ("class", "dirichlet")  # S1: 5 of 10 classes a client; S2: Dirichlet(0.5)
     classes: int = 5  # of a client in S1; the thesis has 15 of CIFAR100's
     concentration: float = 0.5  # of S2; the thesis has 0.3 for CIFAR100
+    rows: int = 0  # of the data set, drawn at random; 0: all
     clients: int = 100  # at most 20 of digits
     cohort: int = 10  # clients a round
     rounds: int = 300  # communication rounds
@@ -57,7 +58,7 @@ def module_of(settings: Settings) -> Any:
     if settings.model == "mlp":
         return layered.LayeredMlp(widths=(settings.width,) * 4)
     if settings.model == "resnet":
-        return resnet.ResNet18(width=max(1, settings.width // 8), groups=2)
+        return resnet.ResNet18(width=max(1, settings.width // 8), groups=2, patches=True)
     if settings.model == "table":
         return layered.LayeredCnn(side=32, patches=True)
     return layered.LayeredCnn(width=max(1, settings.width // 8), hidden=settings.width, side=32, patches=True)
@@ -72,7 +73,7 @@ def load(settings: Settings, split: str) -> Task:
     inputs = np.concatenate([data.train, data.test])
     targets = np.concatenate([data.train_labels, data.test_labels])
     order = np.random.default_rng(0).permutation(len(targets))
-    held, rest = order[: settings.held], order[settings.held :]
+    held, rest = order[: settings.held], order[settings.held :][: settings.rows or None]
     n = min(settings.clients, 20) if settings.task == "digits" else settings.clients
     if split == "class":
         rows = partition.class_wise(targets[rest], n, settings.classes)
@@ -98,5 +99,5 @@ def shape_of(settings: Settings) -> Settings:
 
 def data_of(settings: Settings) -> Settings:
     """What the data depends on"""
-    names = ("task", "model", "width", "clients", "batch", "held", "classes", "concentration")
+    names = ("task", "model", "width", "clients", "batch", "held", "classes", "concentration", "rows")
     return Settings(**{name: getattr(settings, name) for name in names})

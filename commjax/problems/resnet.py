@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 from commjax import plans
 from commjax.layers import Layers, named
 from commjax.plans import Plan
+from commjax.problems.networks import Conv
 
 BLOCKS = (1, 2, 3, 4)
 VARIANTS = ("Full", "-B2-B3 (full)", "-B2 (part)", "-B3 (part)")
@@ -21,7 +22,8 @@ class ResNet18(nn.Module):
 
     Block b has layers b{b}_1 to b{b}_4, each a convolution and its norm; the 1 x 1 convolution of the skip connection where the shape
     changes (blocks 2 to 4) belongs to b{b}_2, after which it is added.  GroupNorm (``groups``) stands where the original has BatchNorm,
-    whose running means would be a state that clients have to exchange as well.  ``width``: channels of the first block.
+    whose running means would be a state that clients have to exchange as well.  ``width``: channels of the first block;
+    ``patches``: as `networks.Conv`'s.
 
     Thesis: L1832, figure L1840.  Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
 
@@ -35,13 +37,15 @@ class ResNet18(nn.Module):
     width: int = 64
     groups: int = 8
     dtype: DTypeLike = jnp.float32
+    patches: bool = False
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
         def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
-            kind: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}
-            made = nn.Conv(width, (size, size), (stride, stride), use_bias=False, name=f"{name}_conv", **kind)(x)
-            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **kind)(made)
+            how: dict[str, Any] = {"patches": self.patches, "stride": stride, "use_bias": False, "dtype": self.dtype}
+            made = Conv(width, size, "SAME", name=f"{name}_conv", **how)(x)
+            norm: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}
+            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(made)
 
         x = nn.relu(conv(x.astype(self.dtype), "input", self.width))
         for block in BLOCKS:

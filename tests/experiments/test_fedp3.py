@@ -59,6 +59,13 @@ def test_a_command_that_is_given_again_goes_on_from_its_files(overlap, settings)
     assert longer.evaluations["round"].tolist() == [0, 2, 4, 6]
 
 
+def test_some_rows_are_the_first_of_all_in_the_order_of_the_draw(settings):
+    whole, some = (fedp3_task.load(fedp3_task.data_of(replace(settings, rows=rows)), "class") for rows in (0, 300))
+    count, every = ({int((part.weights > 0).sum()) for part in (task.train, task.test)} for task in (some, whole))
+    assert sum(count) == 300 and sum(every) == 1797 - settings.held
+    np.testing.assert_array_equal(some.held.inputs, whole.held.inputs)
+
+
 def test_every_method_and_option_trains(settings):
     one = replace(settings, rounds=1, every=1, seeds=1)
     runs = [

@@ -65,14 +65,15 @@ def test_the_thesis_cnn_has_the_layers_of_its_table():
 
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [(2, 7, 9, 3), (1, 6, 5, 1)])
-def test_both_forms_of_the_convolution_are_that_of_flax(padding, size, shape):
+@pytest.mark.parametrize("shape, stride", [((2, 7, 9, 3), 1), ((1, 6, 5, 1), 1), ((1, 6, 7, 2), 2)])
+def test_both_forms_of_the_convolution_are_that_of_flax(padding, size, shape, stride):
     image = jax.random.normal(jax.random.key(0), shape, jnp.float64)
-    flax = nn.Conv(4, (size, size), padding=padding, param_dtype=jnp.float64)
+    bias = stride == 1
+    flax = nn.Conv(4, (size, size), stride, padding=padding, use_bias=bias, param_dtype=jnp.float64)
     params = jax.jit(flax.init)(jax.random.key(1), image)
     params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # so that the bias is not zero
     for patches in (False, True):
-        ours = networks.Conv(4, size, padding, patches, jnp.float64)
+        ours = networks.Conv(4, size, padding, patches, jnp.float64, stride, bias)
         shapes = jax.eval_shape(ours.init, jax.random.key(1), image)
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
         np.testing.assert_allclose(ours.apply(params, image), flax.apply(params, image), rtol=1e-12, atol=1e-13)
