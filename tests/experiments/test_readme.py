@@ -1,6 +1,7 @@
 """What the README promises a newcomer."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,30 @@ def test_the_example_works_when_pasted(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[0]) < 1e-6
+
+
+def test_what_goes_on_from_the_example_works_when_pasted_after_it(tmp_path):
+    code = "\n".join([*blocks("python"), *blocks("py continued")])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert float(found["Scafflix"][0]) < 1e-4 and float(found["SPPM-AS"][0]) < 1e-4
+    assert float(found["FedP3"][1]) < float(found["FedP3"][0]) / 5
+    assert (tmp_path / "loss_against_bits.png").exists() and (tmp_path / "run.ckpt").exists()
+
+
+def test_the_small_model_is_pruned_as_the_readme_says(tmp_path):
+    (code,) = blocks("py alone")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    dense, pruned = (float(line.split()[1]) for line in done.stdout.splitlines())
+    assert f"dense {dense:.2f}, pruned {pruned:.2f}" in README
 
 
 def test_the_example_has_at_most_ten_statements_after_the_imports():
