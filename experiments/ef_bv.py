@@ -1,7 +1,7 @@
 """EF-BV against EF21 on logistic regression: the figures and the table of the thesis's Chapter 2.
 
     python -m experiments.ef_bv table          the parameter table, printed / corrected / ours
-    python -m experiments.ef_bv main-figure    12 panels: 4 data sets x (k, xi), over an hour
+    python -m experiments.ef_bv main-figure    12 panels: 4 data sets x (k, xi), 37 CPU minutes
     python -m experiments.ef_bv nonconvex      9 panels with the nonconvex regulariser, 25 CPU minutes
     python -m experiments.ef_bv ablate-n       number of clients, up to one row a client
     python -m experiments.ef_bv ablate-k       k' from k (top-k) to d (rand-k)
