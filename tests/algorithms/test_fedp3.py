@@ -231,6 +231,23 @@ def test_attention_does_not_see_a_shift_of_all_logits():
     np.testing.assert_allclose(ends[1].clients.logits + 4, ends[0].clients.logits, rtol=1e-9, atol=1e-12)
 
 
+def test_learned_logits_stay_within_20():
+    updates = {"a": jnp.array([1.0, -1.0])}
+    one = layers.Layers(("a",), (0,))
+    how = aggregation.attention(None, steps=2, stepsize=1e6)
+    found = aggregation.learned(
+        how,
+        lambda params, _: params["a"],
+        one,
+        {"a": jnp.array(0.0)},
+        updates,
+        jnp.zeros((2, 1)),
+        jnp.ones((2, 1), bool),
+    )
+    assert found.tolist() == [[-20.0], [20.0]]
+    assert aggregation.attention(None)[3:] == (3, 1.0)
+
+
 @pytest.mark.parametrize(
     "pruning, others",
     [(submodels.magnitude(), "frozen"), (submodels.magnitude(), "free"), (submodels.random(), "frozen")],

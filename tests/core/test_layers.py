@@ -138,6 +138,25 @@ def test_plans_stand_one_beneath_the_other():
             plans.beneath(several)
 
 
+def test_one_client_and_one_plan_and_the_first_row_will_do():
+    assert plans.everything(FIVE, 1).trained.tolist() == [[True] * 5]
+    one = plans.lower_b(FIVE, 2, keep=0.7)
+    assert plans.beneath([one]).trained.tolist() == one.trained.tolist()
+    plans.check_rows(one, 2, None)
+    plans.check_rows(one, 3, np.array([0, 1, 0]))
+    for rows in ([0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="allowed: for each of 2 clients a row of the plan, 0 to 1"):
+            plans.check_rows(one, 2, np.array(rows))
+
+
+def test_plans_are_drawn_from_seed_0_and_prune_nothing_unless_told():
+    for make in (lambda **how: plans.opu(FIVE, 40, 2, **how), lambda **how: plans.lower_b(FIVE, 40, **how), lambda **how: plans.without(FIVE, 40, [["fc1"], ["fc2"]], **how)):  # fmt: skip
+        found, told = make(), make(seed=0, keep=1.0)
+        np.testing.assert_array_equal(found.trained, told.trained)
+        np.testing.assert_array_equal(found.keep, told.keep)
+        assert (make(seed=1).trained != found.trained).any()
+
+
 def test_holders_are_counted():
     assert plans.holding(plans.plan(FIVE, [["fc1", "ffc"], ["ffc"], ["fc1", "ffc"]]), "fc1").tolist() == [0, 2]
 

@@ -144,6 +144,12 @@ def test_the_noise_is_standard_in_every_leaf_and_the_leaves_are_strangers():
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
 
 
+def test_no_leaf_has_the_noise_of_a_key_that_others_split_off():
+    noise = privacy.gaussian_like(KEY, [jnp.zeros(3)] * 3)
+    taken = [jax.random.normal(key, (3,)) for key in jax.random.split(KEY)]
+    assert not any(np.array_equal(mine, other) for mine in noise for other in taken)
+
+
 # --- the loss of a row
 
 
@@ -309,6 +315,12 @@ def test_a_capacity_is_paid_for_out_of_delta():
     assert accounting.overflow(30, rows, rate, K) == pytest.approx(wanted, rel=1e-9)
     with pytest.raises(ValueError, match="capacity=25; allowed: what some noise can reach"):
         calibrate(1.0, 1e-5, rate, K, capacity=25, rows=rows)
+
+
+def test_with_a_capacity_an_epsilon_beyond_the_exponential_is_infinite(monkeypatch):
+    monkeypatch.setattr(accounting, "_accounted", lambda *arguments: 1000.0)
+    assert certify(1.0, 0.5, 1, 1e-5).epsilon == 1000
+    assert certify(1.0, 0.5, 1, 1e-5, capacity=40, rows=50).epsilon == math.inf
 
 
 def test_the_thesis_s_noise_is_not_what_the_accountant_asks_for():
