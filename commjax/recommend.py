@@ -70,7 +70,7 @@ def solver_for(convex: bool, count: str = "iterations") -> Advice:
 def local_rounds(gamma: float, mu: float, L: float, error2: float, distance2: float) -> int:
     """K after which accelerated gradient descent (and, in practice sooner, CG or BFGS) has |x_K - prox|^2 <= error2.
 
-    The prox objective has condition number kappa = (L + 1/gamma) / (mu + 1/gamma); sqrt(kappa) log(kappa distance2 / error2).
+    The prox objective has condition number kappa = (L + 1/gamma) / (mu + 1/gamma); K = sqrt(kappa) log((kappa + 1) distance2 / error2).
     """
     kappa = (L + 1 / gamma) / (mu + 1 / gamma)
     return max(1, math.ceil(math.sqrt(kappa) * math.log(max(math.e, (kappa + 1) * distance2 / error2))))

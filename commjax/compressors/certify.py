@@ -136,7 +136,14 @@ def certify(
         trial = np.asarray(jnp.asarray(trial), np.float64)  # what it is in JAX's default precision
         tolerance = max(tolerance, rounding)
         keys = [jax.random.split(one, samples) for one in jax.random.split(key, len(trial))]
-        pairs = [_bounds(np.asarray(sample(k, jnp.asarray(xs)), np.float64), xs, z) for k, xs in zip(keys, trial)]
+        pairs = []
+        for k, xs in zip(keys, trial):
+            values = np.asarray(sample(k, jnp.asarray(xs)), np.float64)
+            if not np.all(np.isfinite(values)):  # no comparison with NaN would find it
+                raise ViolatedConstantError(
+                    f"{compressor.name} on R^{d} with {n} clients: `compress` drew a value that is not finite"
+                )
+            pairs.append(_bounds(values, xs, z))
     measured, estimate = (
         Constants(*(float(np.round(max(column), 12)) for column in zip(*side))) for side in zip(*pairs)
     )

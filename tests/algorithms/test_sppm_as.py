@@ -67,6 +67,8 @@ def test_a_round_is_the_prox_of_the_cohort_with_weights_one_over_n_p(name):
     assert metrics.residual <= 1e-9 and metrics.bits_hubs == 0
     share = np.sum(draw.mask) / N
     np.testing.assert_allclose(metrics.bits_up, share * 64 * (D + 1) * float(metrics.local_rounds))
+    assert metrics.local_rounds > 1
+    np.testing.assert_allclose(metrics.bits_down, share * 64 * D * float(metrics.local_rounds))
 
 
 @pytest.mark.parametrize("solver", [quasi_newton.bfgs, quasi_newton.conjugate_gradients, quasi_newton.lbfgs])

@@ -189,7 +189,7 @@ def test_a_small_lie_passes_unseen_by_samples_but_not_by_enumeration():
 
 
 def test_trial_vectors_hold_the_extreme_cases():
-    for d, n in [(5, 1), (4, 2), (6, 3)]:
+    for d, n in [(5, 1), (4, 2), (6, 3), (5, 4), (4, 5)]:
         trial = trial_vectors(np.random.default_rng(0), d, n, 9)
         assert trial.shape == (15, n, d)
         flat, centred, one, half, peak, thirds = trial[:6]
@@ -213,4 +213,14 @@ def test_samples_are_in_the_default_precision():
 def test_a_compressor_that_does_not_follow_its_law_is_refused(limit):
     liar = top_k(1)._replace(compress=lambda key, x, id=0, n=1: Message(10 * x, jnp.zeros(())))
     with pytest.raises(ViolatedConstantError, match=r"none of its `outcomes`|measured at least"):
+        certify(liar, d=4, n=2, trials=3, samples=50, enumerate_up_to=limit)
+
+
+@METHODS
+def test_a_compressor_that_sometimes_draws_what_is_not_finite_is_refused(limit):
+    def compress(key, x, id=0, n=1):
+        return Message(jnp.where(jax.random.bernoulli(key, 0.1), jnp.nan, x), jnp.zeros(()))
+
+    liar = identity()._replace(compress=compress)
+    with pytest.raises(ViolatedConstantError, match=r"none of its `outcomes`|drew a value that is not finite"):
         certify(liar, d=4, n=2, trials=3, samples=50, enumerate_up_to=limit)

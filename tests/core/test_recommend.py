@@ -1,5 +1,7 @@
 """The recommender: what it promises is kept on quadratics, and it refuses what cannot be had."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,20 @@ def test_the_number_of_local_rounds_grows_with_gamma_and_accuracy():
     assert rounds == sorted(rounds) and local_rounds(1.0, 0.1, 10.0, 1e-12, 1.0) > rounds[1]
 
 
+def test_local_rounds_are_the_first_at_which_nesterovs_bound_is_below_the_error():
+    """kappa = 8 / 2: (kappa + 1) distance^2 exp(-K / sqrt(kappa)) <= error^2."""
+    assert 5 * 3 * math.exp(-20 / 2) <= 1e-3 < 5 * 3 * math.exp(-19 / 2)
+    assert local_rounds(1.0, 1.0, 7.0, error2=1e-3, distance2=3.0) == 20
+    assert local_rounds(1.0, 1.0, 1.0, error2=1.0, distance2=0.5) == 1  # one condition, and near already
+
+
+def test_the_number_of_global_rounds_is_the_first_at_which_the_bound_is_below_epsilon():
+    found = recommend(FACTS._replace(gradients=0 * FACTS.gradients), 0.1, gammas=[0.05])
+    factor = 1 + 0.05 * found.sampling.mu(FACTS.mu_i)  # rate^-1 / (1 + s), where s = gamma mu because sigma^2 = 0
+    before, after = (27.0 / factor**t + found.neighbourhood for t in (found.T - 1, found.T))
+    assert before > 0.1 >= after
+
+
 def test_bad_wishes_are_refused():
     with pytest.raises(ValueError, match=r"epsilon=0\.0; allowed: positive"):
         recommend(FACTS, 0.0)
@@ -85,7 +101,8 @@ def test_the_solver_follows_from_what_a_local_round_is():
     by = {count: recommend(FACTS, 0.1, count=count) for count in ("iterations", "evaluations")}
     assert by["iterations"].solver_name == "cg" and by["evaluations"].solver_name == "lbfgs"
     assert by["evaluations"].evaluations <= by["iterations"].evaluations
-    assert all(one.evaluations > one.cost for one in by.values())
+    cg, lbfgs = by["iterations"], by["evaluations"]
+    assert (cg.evaluations, lbfgs.evaluations) == ((2 * cg.K + 1) * cg.T, (lbfgs.K + 2) * lbfgs.T)
     assert solver_for(False).name == "adam"
     with pytest.raises(ValueError, match="count='rounds'; allowed: iterations or evaluations"):
         recommend(FACTS, 0.1, count="rounds")
