@@ -19,8 +19,7 @@ class Conv(nn.Module):
     """A convolution with the parameters and the outputs of ``nn.Conv``.
 
     ``patches=True`` computes it as a sum of matrix products of shifted images: about 3 times as fast on a CPU where
-    every client has weights of its own, since ``vmap`` makes a grouped convolution, for which XLA has no fast path there; and about
-    twice as fast for gradients inside ``scan`` where channels are few.
+    every client has weights of its own, since ``vmap`` makes a grouped convolution, for which XLA has no fast path there.
 
     >>> image = jnp.ones((1, 8, 8, 3), jnp.float32)
     >>> params = Conv(4, 3).init(jax.random.key(0), image)

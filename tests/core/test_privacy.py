@@ -323,6 +323,13 @@ def test_with_a_capacity_an_epsilon_beyond_the_exponential_is_infinite(monkeypat
     assert certify(1.0, 0.5, 1, 1e-5, capacity=40, rows=50).epsilon == math.inf
 
 
+@pytest.mark.parametrize("share, epsilon", [(0.99, 0.5), (1.01, math.inf)])
+def test_what_is_set_aside_for_dropped_rows_is_one_hundredth_of_delta(share, epsilon, monkeypatch):
+    monkeypatch.setattr(accounting, "_accounted", lambda *arguments: 0.5)
+    monkeypatch.setattr(accounting, "overflow", lambda *arguments: share * 1e-7 / (1 + math.exp(0.5)))
+    assert certify(1.0, 0.5, 1, 1e-5, capacity=40, rows=50).epsilon == epsilon
+
+
 def test_the_thesis_s_noise_is_not_what_the_accountant_asks_for():
     """F20: with c = 1 and full batches, epsilon = 1 is missed by both relations"""
     K, m = 1000, 500

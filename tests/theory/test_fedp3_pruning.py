@@ -67,6 +67,16 @@ def test_theta_is_the_least_that_dominates_where_the_matrices_are_not_diagonal()
     assert theta < np.inf and abs(values[0]) < 1e-10 < values[1]
 
 
+def test_theta_has_the_units_of_l_and_a_w_that_is_not_positive_has_none():
+    masks = all_masks(2, 2, 1)
+    chance, L = np.full(len(masks), 1 / len(masks)), np.stack([np.diag([1.0, 2.0]), np.diag([3.0, 1.0])])
+    theta = theory.pruning_constants(L, chance, masks).theta
+    for unit in (1e-7, 1e7):
+        assert theory.pruning_constants(unit * L, chance, masks).theta == pytest.approx(unit * theta, rel=1e-9)
+        never = masks * np.array([1.0, 0.0])  # the second coordinate never stays
+        assert theory.pruning_constants(unit * L, chance, never).theta == np.inf
+
+
 def test_the_bound_holds_for_the_weighted_iterate_of_a_whole_run():
     """Exact: the second moment of w after every round"""
     rng, n, d, K = np.random.default_rng(11), 2, 3, 20
