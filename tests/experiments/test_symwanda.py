@@ -17,6 +17,9 @@ from experiments.claims import symwanda as claims
 from tests.pruning import models
 
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return symwanda.Settings(
