@@ -16,7 +16,6 @@ from experiments import symwanda, symwanda_task, symwanda_zeroshot
 from experiments.claims import symwanda as claims
 from tests.pruning import models
 
-
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
