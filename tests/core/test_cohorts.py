@@ -330,6 +330,17 @@ def test_clusters_of_features_and_of_gradients_find_the_groups():
     assert alike < 0.01 * mixed
 
 
+def test_clusters_of_gradients_come_from_seed_zero_unless_told():
+    gradients = np.random.default_rng(0).standard_normal((30, 2))  # no groups: k-means ends where it starts from
+    found = (
+        clustering.by_gradients(gradients, 6),
+        clustering.by_gradients(gradients, 6, seed=0),
+        clustering.by_gradients(gradients, 6, seed=1),
+    )
+    default, zero, one = ([ids.tolist() for ids in clusters] for clusters in found)
+    assert default == zero != one
+
+
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     original = builtins.__import__
 
