@@ -301,6 +301,12 @@ def test_the_optimal_clustering_has_the_smallest_variance_of_all(n, b):
     assert [ids.tolist() for ids in shifted] == [ids.tolist() for ids in best]
 
 
+def test_the_optimal_clustering_is_the_same_far_from_zero():
+    gradients = np.round(1024 * np.random.default_rng(3).standard_normal((6, 2))) / 1024
+    near, far = (clustering.optimal_stratified(gradients + shift, 3) for shift in (0.0, 2.0**30))  # no digit is lost
+    assert [ids.tolist() for ids in far] == [ids.tolist() for ids in near] != [[0, 1], [2, 3], [4, 5]]
+
+
 def test_the_clustering_of_the_text_example():
     golden = GOLDENS["sppm_text_example"]
     assert [ids.tolist() for ids in clustering.optimal_stratified(np.array(golden["a"]), 2)] == golden["best"]
@@ -328,6 +334,17 @@ def test_clusters_of_features_and_of_gradients_find_the_groups():
         cohorts.stratified([[0, 1, 2], [3, 4], [5, 6, 7]]).variance(a),
     )
     assert alike < 0.01 * mixed
+
+
+def test_clusters_of_gradients_come_from_seed_zero_unless_told():
+    gradients = np.random.default_rng(0).standard_normal((30, 2))  # no groups: k-means ends where it starts from
+    found = (
+        clustering.by_gradients(gradients, 6),
+        clustering.by_gradients(gradients, 6, seed=0),
+        clustering.by_gradients(gradients, 6, seed=1),
+    )
+    default, zero, one = ([ids.tolist() for ids in clusters] for clusters in found)
+    assert default == zero != one
 
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
