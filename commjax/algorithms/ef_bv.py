@@ -73,14 +73,13 @@ def ef_bv(
     prox = (zero() if regularizer is None else regularizer).prox
 
     def init(params: Params, ids: Int[Array, "n"], shift: PyTree | None = None) -> State:
-        rows = tree.repeat(tree.zeros_like(params), len(ids))
-        if shift is not None:
-            wanted, given = (jax.tree.map(jnp.shape, one) for one in (rows, shift))
-            if wanted != given:
-                raise ValueError(
-                    f"shift must have one row like params for each of the {len(ids)} clients: {wanted}, got {given}"
-                )
-            rows = shift
+        rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
+        wanted = [(len(ids), *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+        given = [jnp.shape(leaf) for leaf in jax.tree.leaves(rows)]
+        if given != wanted or jax.tree.structure(rows) != jax.tree.structure(params):
+            raise ValueError(
+                f"shift must have a row like params for each client, leaves of shapes {wanted}; got {given}"
+            )
         server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=clients.mean(rows))
         return State(server, Client(id=ids, shift=rows))
 

@@ -76,8 +76,8 @@ def sppm_as(
     `lambda h: solvers.gradient_descent(L + 1 / h.gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
     aggregation has two levels and the hubs' bits are counted apart: a hub that has the whole cohort solves the prox by itself and
     tells the server the result, hubs that share a cohort exchange with the server at every evaluation.  `vectors` that a client sends in one aggregation beside
-    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of solvers whose clients work by themselves,
-    which are `received` by it: `prox.federated.vectors_down`.  `pool` changes the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `stacked.pool`.
+    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of solvers whose clients work by themselves.
+    `received`: vectors that it is sent, x and what its local steps read besides, `prox.federated.vectors_down`.  `pool` changes the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `stacked.pool`.
 
     Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.

@@ -92,17 +92,16 @@ def descend(
     c2: float,
     most: int = 20,
 ) -> Result:
-    """Line searches along `propose(here, before, direction, memory, number, wanted) -> (direction, first step, memory)`.
+    """Line searches along `propose(here, before, direction, memory, number) -> (direction, first step, memory)`.
 
     One turn of the loop is one evaluation, whether it ends a line search or not, so that under vmap no run waits for another's.
-    A proposal that is not `wanted` (the search goes on) must leave the memory as it is; its direction and step are dropped.
     """
     start = evaluate(oracle, x)
     budget, tolerance = limits(budget, tolerance, x)
     zero = jnp.zeros((), jnp.int32)
 
-    def begin(here, before, direction, memory, number, wanted):
-        direction, step, memory = propose(here, before, direction, memory, number, wanted)
+    def begin(here, before, direction, memory, number):
+        direction, step, memory = propose(here, before, direction, memory, number)
         return direction, _search(here, jnp.vdot(here.grad, direction), step), memory
 
     def going_on(run: _Descent) -> Array:
@@ -114,14 +113,14 @@ def descend(
         failed = ~search.done & (search.count >= most)
         moved = search.done | failed
         here = pick(moved, search.point, run.here)
-        *following, memory = begin(here, run.here, run.direction, run.memory, run.iterations + 1, search.done)
-        direction, search = pick(search.done, tuple(following), (run.direction, search))
+        following = begin(here, run.here, run.direction, run.memory, run.iterations + 1)
+        direction, search, memory = pick(search.done, following, (run.direction, search, run.memory))
         better = jnp.linalg.norm(here.grad) <= jnp.linalg.norm(run.best.grad)
         iterations = run.iterations + moved.astype(jnp.int32)
         best = pick(better, here, run.best)
         return _Descent(here, best, direction, search, memory, iterations, run.evaluations + 1, run.broken | failed)
 
-    first = begin(start, start, -start.grad, memory, zero, jnp.ones((), bool))
+    first = begin(start, start, -start.grad, memory, zero)
     run = _Descent(start, start, *first, zero, zero + 1, ~finite(start))
     run = jax.lax.while_loop(going_on, one, run)
     return result_of(run, run.best, tolerance, run.evaluations, run.evaluations)
@@ -135,7 +134,7 @@ def _first_step(here: Point) -> Array:
 def conjugate_gradients() -> Solver:
     """Nonlinear conjugate gradients (Polak and Ribiere, restarted when beta < 0), with a strong Wolfe line search."""
 
-    def propose(here, before, direction, memory, number, wanted):
+    def propose(here, before, direction, memory, number):
         square = jnp.vdot(before.grad, before.grad)
         change = jnp.vdot(here.grad, here.grad - before.grad)
         beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
@@ -151,18 +150,16 @@ def conjugate_gradients() -> Solver:
 
 
 class _Updates(NamedTuple):
-    """H = I + sum_k U_k^T M_k U_k, where U_k has the rows s_k and z_k = H_k y_k, found when the pair came, and
+    """H = I + sum_k scale_k s_k s_k^T - rho_k (z_k s_k^T + s_k z_k^T), where z_k = H_k y_k was found when the pair came"""
 
-    M_k = [[rho_k + rho_k^2 <y_k, z_k>, -rho_k], [-rho_k, 0]]
-    """
+    s: Float[Array, "k d"]
+    z: Float[Array, "k d"]
+    rho: Float[Array, "k"]
+    scale: Float[Array, "k"]
 
-    U: Float[Array, "2*k d"]
-    M: Float[Array, "k 2 2"]
-
-    def times(self, V: Float[Array, "v d"]) -> Float[Array, "v d"]:
-        """H v for each row v, reading U once for all"""
-        along = (V @ self.U.T).reshape(len(V), -1, 2)
-        return V + jnp.einsum("kij,vkj->vki", self.M, along).reshape(len(V), -1) @ self.U
+    def times(self, v: Vector) -> Vector:
+        along, across = self.s @ v, self.z @ v
+        return v + (self.scale * along - self.rho * across) @ self.s - (self.rho * along) @ self.z
 
 
 def bfgs(history: int = 100) -> Solver:
@@ -176,30 +173,21 @@ def bfgs(history: int = 100) -> Solver:
     """
     check_whole(history=history)
 
-    def propose(here, before, direction, updates, number, wanted):
+    def propose(here, before, direction, updates, number):
         s, y = here.x - before.x, here.grad - before.grad
         curvature = jnp.vdot(s, y)
         positive = curvature > jnp.finfo(s.dtype).eps * jnp.linalg.norm(s) * jnp.linalg.norm(y)
         rho = jnp.where(positive, 1 / jnp.where(positive, curvature, 1), 0)
         slot = jnp.maximum(number - 1, 0) % history
-        # Updates without coefficients are none: to start again, U need not be touched.
-        anew = slot == 0
-        updates = updates._replace(M=jnp.where(wanted & anew, 0, updates.M))
-        # H y itself: H here.grad + direction is the same but for rounding, which in float32 breaks searches down.
-        z, ahead = updates.times(jnp.stack([y, here.grad]))
-        z = jnp.where(anew, y, z)
-        U, M = jnp.stack([s, z]), jnp.array([[rho + rho**2 * jnp.vdot(y, z), -rho], [-rho, jnp.zeros_like(rho)]])
-        at = jnp.where(wanted, slot, history)  # outside: a pair is written, or none
-        kept = (
-            updates.U.at[2 * at + jnp.arange(2, dtype=at.dtype)].set(U, mode="drop"),
-            updates.M.at[at].set(M, mode="drop"),
-        )
-        ahead = ahead + (M @ (U @ here.grad)) @ U
-        return -ahead, jnp.where(number > 0, 1.0, _first_step(here)), _Updates(*kept)
+        updates = pick(slot == 0, jax.tree.map(jnp.zeros_like, updates), updates)
+        z = updates.times(y)
+        new = _Updates(s, z, rho, rho + rho**2 * jnp.vdot(y, z))
+        updates = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), updates, new)
+        return -updates.times(here.grad), jnp.where(number > 0, 1.0, _first_step(here)), updates
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        none = _Updates(jnp.zeros((2 * history, x.shape[0]), x.dtype), jnp.zeros((history, 2, 2), x.dtype))
-        return descend(oracle, x, budget, tolerance, none, propose, 1e-4, 0.9)
+        rows, row = jnp.zeros((history, x.shape[0]), x.dtype), jnp.zeros(history, x.dtype)
+        return descend(oracle, x, budget, tolerance, _Updates(rows, rows, row, row), propose, 1e-4, 0.9)
 
     return solve
 
@@ -209,12 +197,12 @@ def lbfgs(history: int = 10) -> Solver:
     check_whole(history=history)
     transform = optax.scale_by_lbfgs(memory_size=history)
 
-    def propose(here, before, direction, state, number, wanted):
+    def propose(here, before, direction, state, number):
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes widths of integers
-            scaled, following_state = transform.update(here.grad, state, here.x)
+            scaled, state = transform.update(here.grad, state, here.x)
         following = -jnp.asarray(scaled)
         following = jnp.where(jnp.vdot(following, here.grad) < 0, following, -here.grad)
-        return following, jnp.where(number > 0, 1.0, _first_step(here)), pick(wanted, following_state, state)
+        return following, jnp.where(number > 0, 1.0, _first_step(here)), state
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         return descend(oracle, x, budget, tolerance, transform.init(x), propose, 1e-4, 0.9)

@@ -31,7 +31,7 @@ class Settings:
     most_local: int = 15  # K from 1 to this
     seeds: int = 5  # cohorts
     rounds: int = 5  # global rounds of every run
-    at_once: int = 30  # settings side by side
+    at_once: int = 18  # settings side by side
     repeats: int = 3  # of our side; the median counts
 
 

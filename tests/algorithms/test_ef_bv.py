@@ -279,7 +279,9 @@ def test_constants_that_theory_cannot_use_are_named():
     ):
         ef_bv.diana(none, smoothness(np.array([1.0])), "strongly-convex")
     algorithm = ef_bv.gd(jax.value_and_grad(lambda x, data: jnp.sum((x - data) ** 2)))
-    with pytest.raises(ValueError, match=r"one row like params for each of the 4 clients: \(4, 2\), got \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"a row like params for each client, leaves of shapes \[\(4, 2\)\]; got \[\(3, 2\)\]"
+    ):
         algorithm.init(jnp.zeros(2), jnp.arange(4), shift=jnp.zeros((3, 2)))
 
 
