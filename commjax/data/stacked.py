@@ -26,6 +26,32 @@ class ClientData(NamedTuple):
     labels: Float[Any, "n m"]
     weights: Float[Any, "n m"]
 
+    def times(self, x: Float[Array, "d"]) -> Float[Array, "m"]:
+        """Features (of one client) times x"""
+        return self.features @ x
+
+
+class Columns(NamedTuple):
+    """One client's data, the features column by column: products of many x with them, and back, are faster so on a CPU.
+
+    >>> data = Columns(jnp.array([[1.0, 3.0], [2.0, 4.0]]), jnp.ones(2), jnp.ones(2))
+    >>> data.times(jnp.array([1.0, -1.0])).tolist(), data.features.tolist()
+    ([-1.0, -1.0], [[1.0, 2.0], [3.0, 4.0]])
+    """
+
+    columns: Float[Any, "d m"]
+    labels: Float[Any, "m"]
+    weights: Float[Any, "m"]
+
+    @property
+    def features(self) -> Float[Any, "m d"]:
+        """Row by row, as ``ClientData`` has them"""
+        return self.columns.T
+
+    def times(self, x: Float[Array, "d"]) -> Float[Array, "m"]:
+        """Features times x"""
+        return x @ self.columns
+
 
 class Examples(NamedTuple):
     """As ``ClientData``, for networks: inputs and targets of any shape and dtype.
@@ -137,7 +163,7 @@ def row_weights(rows: Rows, num_rows: int) -> Float[np.ndarray, "N"]:
     return np.bincount(np.concatenate(rows), weights=share, minlength=num_rows)
 
 
-def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], ClientData]:
+def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], Columns]:
     """What makes one client of a cohort's: at most `size` rows, client i's weighted by shares_i, padding left out.
 
     For a loss that is a weighted sum over rows plus a regulariser, and shares that add up to 1,
@@ -153,12 +179,13 @@ def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], ClientData]:
     if size < 1:
         raise ValueError(f"size={size}; allowed: at least 1 row")
 
-    def pooled(data: ClientData, shares: Float[Array, "m"]) -> ClientData:
+    def pooled(data: ClientData, shares: Float[Array, "m"]) -> Columns:
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), data)
         weights = (shares[:, None] * data.weights).reshape(-1)
         present = weights > 0
         at = jnp.nonzero(present, size=size, fill_value=len(weights))[0]
         weights = jnp.where(jnp.sum(present) <= size, weights.at[at].get(mode="fill", fill_value=0), jnp.nan)
-        return ClientData(rows.features[at], rows.labels[at], weights)
+        columns = jax.lax.optimization_barrier(rows.features[at].T)  # or the compiler multiplies by the rows
+        return Columns(columns, rows.labels[at], weights)
 
     return pooled

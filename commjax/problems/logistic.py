@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from commjax.data import stacked
 from commjax.data.libsvm import Dataset
 from commjax.data.partition import Rows
-from commjax.data.stacked import ClientData
+from commjax.data.stacked import ClientData, Columns
 from commjax.problems.constants import Optimum, Smoothness, smoothness
 
 
@@ -43,13 +43,13 @@ def _softplus_jvp(primals, tangents):
     return softplus(z), jnp.where(z >= 0, 1, small) / (1 + small) * dz
 
 
-def _fit(params: Float[Array, "d"], data: ClientData) -> Float[Array, ""]:
-    margins = data.labels * (data.features @ params)
+def _fit(params: Float[Array, "d"], data: ClientData | Columns) -> Float[Array, ""]:
+    margins = data.labels * data.times(params)
     log1p_exp = softplus if margins.dtype == jnp.float64 else jax.nn.softplus
     return jnp.vdot(data.weights, log1p_exp(-margins))
 
 
-def loss(params: Float[Array, "d"], data: ClientData, mu: ArrayLike) -> Float[Array, ""]:
+def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -> Float[Array, ""]:
     """f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + mu/2 |x|^2 on one client's ``data``.
 
     Thesis: Sec. 2 experiments (L2950 ff.).
@@ -63,7 +63,7 @@ def loss(params: Float[Array, "d"], data: ClientData, mu: ArrayLike) -> Float[Ar
     return _fit(params, data) + half_mu * jnp.sum(params**2)
 
 
-def nonconvex_loss(params: Float[Array, "d"], data: ClientData, lam: ArrayLike) -> Float[Array, ""]:
+def nonconvex_loss(params: Float[Array, "d"], data: ClientData | Columns, lam: ArrayLike) -> Float[Array, ""]:
     """f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + lam sum_k x_k^2 / (1 + x_k^2).
 
     Thesis: L3055.

@@ -465,8 +465,12 @@ def test_a_pooled_cohort_has_the_weighted_loss_of_its_clients(size):
     data, shares, x = ragged(), jnp.asarray([0.2, 0.5, 0.3]), jnp.asarray([0.4, -1.0])
     apart = jax.vmap(lambda one: logistic.loss(x, one, 0.3))(data)
     pooled = stacked.pool(size)(data, shares)
-    assert pooled.features.shape == (size, 2)
+    assert pooled.features.shape == (size, 2) and pooled.columns.shape == (2, size)
     np.testing.assert_allclose(logistic.loss(x, pooled, 0.3), shares @ apart, rtol=1e-13)
+    rows = stacked.ClientData(pooled.features, pooled.labels, pooled.weights)
+    np.testing.assert_allclose(logistic.loss(x, rows, 0.3), shares @ apart, rtol=1e-13)
+    grads = jax.vmap(lambda one: jax.grad(logistic.nonconvex_loss)(x, one, 0.3))(data)
+    np.testing.assert_allclose(jax.grad(logistic.nonconvex_loss)(x, pooled, 0.3), shares @ grads, rtol=1e-13)
 
 
 def test_a_pool_that_is_too_small_says_so_with_nan_and_absent_clients_need_no_room():
