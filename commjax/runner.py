@@ -68,18 +68,36 @@ def run(
 
 @partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"))
 def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once=None):
-    # All runs are in the same round and have the same clients.  Saying so keeps what a key and a round determine (coins, cohorts
-    # and their data, candidates) the same for all hparams, and it is computed once.
-    round, ids = states.server.round[0, 0], states.clients.id[0, 0]
+    ids = states.clients.id[0, 0]
 
-    def one(key, hparams, state):
-        state = State(state.server._replace(round=round), state.clients._replace(id=ids))
-        return run(key, algorithm, hparams, state, data, num_rounds, batch_fn)
+    def from_round(round, number):
+        # All runs are in the same round and have the same clients.  Saying so keeps what a key and a round determine (coins,
+        # cohorts and their data, candidates) the same for all hparams, and it is computed once.
+        def one(key, hparams, state):
+            state = State(state.server._replace(round=round), state.clients._replace(id=ids))
+            return run(key, algorithm, hparams, state, data, number, batch_fn)
 
-    seeds = jax.vmap(one, in_axes=(0, None, 0))
+        return one
+
     if at_once is None:
+        seeds = jax.vmap(from_round(states.server.round[0, 0], num_rounds), in_axes=(0, None, 0))
         return jax.vmap(seeds, in_axes=(None, 0, 0))(keys, hparams, states)
-    return jax.lax.map(lambda inputs: seeds(keys, *inputs), (hparams, states), batch_size=at_once)
+
+    # Round by round and key by key: what these two determine is computed once for all settings and stays in the cache.
+    def one_round(states, _):
+        one = from_round(states.server.round[0, 0], 1)
+
+        def of_key(inputs):
+            key, states = inputs
+            return jax.lax.map(lambda inputs: one(key, *inputs), (hparams, states), batch_size=at_once)
+
+        return jax.lax.map(of_key, (keys, states))
+
+    def swapped(rows):
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), rows)
+
+    states, metrics = jax.lax.scan(one_round, swapped(states), None, length=num_rounds)
+    return swapped(states), swapped(jax.tree.map(lambda leaf: jnp.moveaxis(leaf[:, :, :, 0], 0, 2), metrics))
 
 
 # For `loop`, whose states nobody else holds: a chunk writes its end over its beginning, so that n x d shifts exist once.
@@ -107,13 +125,15 @@ def sweep(
 ) -> tuple[State, Any]:
     """Every hparams (leading axis h of its leaves) with every key (leading axis s): results have axes [h, s, ...].
 
-    One program: the data is read once for all of them.  `at_once` settings are computed side by side, the others in the same
-    program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort them).
+    One program: the data is read once for all of them.  `at_once` settings of one key are computed side by side, the others in the
+    same program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort
+    them).
     """
     return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn, at_once)
 
 
-def _spread(state: State, hparams: Any, keys: Key) -> State:
+def check_sweep(hparams: Any, keys: Key) -> int:
+    """The number of settings in `hparams`; a ValueError unless they have one leading axis and keys are a row."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(hparams)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise ValueError(
@@ -123,7 +143,12 @@ def _spread(state: State, hparams: Any, keys: Key) -> State:
         raise ValueError(
             f"keys: {keys.dtype}{list(keys.shape)}; allowed: a row of keys, as jax.random.split(key, number) makes it"
         )
-    return tree.repeat(tree.repeat(state, len(keys)), shapes[0][0])
+    return shapes[0][0]
+
+
+def _spread(state: State, hparams: Any, keys: Key) -> State:
+    settings = check_sweep(hparams, keys)
+    return tree.repeat(tree.repeat(state, len(keys)), settings)
 
 
 @cache

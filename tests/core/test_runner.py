@@ -68,6 +68,16 @@ def test_a_sweep_some_settings_at_a_time_is_the_same_sweep(at_once):
     np.testing.assert_allclose(record.metrics["loss"], whole[1].loss, rtol=1e-12)
 
 
+def test_a_sweep_some_settings_at_a_time_keeps_metrics_that_are_vectors_and_goes_on_from_any_round():
+    watched = runner.observe(CASE.algorithm, x=lambda state, batch: state.server.params)
+    grid = runner.stack([CASE.hparams._replace(gamma=CASE.hparams.gamma * scale) for scale in (0.2, 0.5, 1.0)])
+    start, _ = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 2)
+    inputs = (jax.random.split(KEY, 2), watched, grid, start, CASE.data, 4)
+    whole, parts = runner.sweep(*inputs), runner.sweep(*inputs, at_once=2)
+    assert parts[1].x.shape == (3, 2, 4, 11) and np.all(parts[0].server.round == 6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), parts, whole)
+
+
 def test_settings_at_once_need_a_sweep():
     for key, at_once in ((KEY, 2), (jax.random.split(KEY, 2), 0)):
         with pytest.raises(ValueError, match=f"at_once={at_once}; allowed: at least 1, with an array of keys"):
