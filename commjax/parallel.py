@@ -134,6 +134,49 @@ def run(
     return _on_shards(rounds, mesh, key, hparams, state, data, n)
 
 
+@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "at_once"))
+def sweep(
+    keys: Key,
+    algorithm: Algorithm,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    num_rounds: int,
+    mesh: Mesh,
+    batch_fn: runner.BatchFn = runner.full_batch,
+    at_once: int | None = None,
+) -> tuple[State, Any]:
+    """`runner.sweep` with the settings dealt out to the devices, each of which has all clients and all keys.
+
+    No device waits for another's inner loops; only the results travel, once, to be put in order.  Settings that were sorted by
+    the work they make are dealt like cards, so that every device gets as much; `at_once` of them are computed side by side on one
+    device.
+    """
+    _check_mesh(mesh)
+    settings = runner.check_sweep(hparams, keys)
+
+    def one(keys, hparams, state, data):
+        return runner.sweep(keys, algorithm, hparams, state, data, num_rounds, batch_fn, at_once)
+
+    mapped = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P(), P(AXIS), P(), P()),
+        out_specs=P(AXIS),
+        check_vma=False,  # there are no collectives
+    )
+    dealt = _transposed(pad_rows(hparams, mesh.size), mesh.size)
+    found = mapped(keys, dealt, state, data)
+    return _cut(_transposed(found, -(-settings // mesh.size)), settings)
+
+
+def _transposed(rows: PyTree, columns: int) -> PyTree:
+    """Rows that were read line by line from a table, read column by column"""
+    return jax.tree.map(
+        lambda leaf: jnp.swapaxes(leaf.reshape(-1, columns, *leaf.shape[1:]), 0, 1).reshape(leaf.shape), rows
+    )
+
+
 def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
     """`step` under `pmap`; takes and returns unsplit states, like `shard_step`."""
     _check_devices(num_devices)

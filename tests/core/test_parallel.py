@@ -61,6 +61,30 @@ def test_more_clients_than_rows_and_none_are_refused(n):
         parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, parallel.client_mesh(2), n=n)
 
 
+@pytest.mark.parametrize("name", ["gd", "sppm-as"])
+@pytest.mark.parametrize(("devices", "at_once"), [(1, None), (2, None), (3, 2), (8, 1)])
+def test_settings_that_are_dealt_out_to_devices_are_the_same_sweep(name, devices, at_once):
+    case = build(name)
+    grid = runner.stack([case.hparams._replace(gamma=case.hparams.gamma * scale) for scale in (0.2, 0.4, 0.6, 0.8, 1)])
+    inputs = (jax.random.split(KEY, 2), case.algorithm, grid, case.init(), case.data, 3)
+    states, metrics = parallel.sweep(*inputs, parallel.client_mesh(devices), at_once=at_once)
+    assert len(metrics.loss.sharding.device_set) == devices and metrics.loss.shape == (5, 2, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), (states, metrics), runner.sweep(*inputs))
+
+
+def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_refuses():
+    grid, keys, mesh = runner.stack([CASE.hparams] * 4), jax.random.split(KEY, 2), parallel.client_mesh(2)
+    rest = CASE.init(), CASE.data, 2, mesh
+    compiled = parallel.sweep.lower(keys, CASE.algorithm, grid, *rest).compile()
+    moved, results = parallel.collectives(compiled), jax.eval_shape(parallel.sweep, keys, CASE.algorithm, grid, *rest)
+    assert set(moved.counts) == {"all-gather"}
+    assert moved.bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
+    with pytest.raises(ValueError, match="one leading axis for all"):
+        parallel.sweep(keys, CASE.algorithm, CASE.hparams, *rest)
+    with pytest.raises(ValueError, match="a row of keys"):
+        parallel.sweep(KEY, CASE.algorithm, grid, *rest)
+
+
 def test_a_mesh_with_other_axes_is_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     for make in (parallel.shard_step, parallel.jit_step):
@@ -70,6 +94,8 @@ def test_a_mesh_with_other_axes_is_refused():
         parallel.shard(CASE.init(), mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
         parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh)
+    with pytest.raises(ValueError, match="mesh must have the one axis"):
+        parallel.sweep(KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), *six_clients(), 1, mesh)
 
 
 def test_the_names_of_padded_axes_differ_with_the_number_of_clients():

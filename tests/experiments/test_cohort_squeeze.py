@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from commjax.records import Record
 from experiments import cohort_squeeze, cohort_squeeze_grid, cohort_squeeze_networks
+from experiments.bench import cohort_squeeze as bench
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +191,16 @@ def test_the_workers_are_those_of_the_table():
     assert made["FedAdam-AdaGrad"][0][1]["local"].update.__qualname__.startswith("scale_by_rss")
     kinds = {name: worker.kind.__name__ for name, worker in cohort_squeeze_networks.WORKERS.items()}
     assert kinds == {name: calls[0][0] for name, calls in made.items()}
+
+
+def test_both_sides_of_the_benchmark_do_the_same_work():
+    settings = bench.Settings(
+        dataset="breast_cancer", clusters=3, per_cluster=2, gammas=(1.0, 10.0), seeds=2, rounds=2, at_once=2
+    )
+    about = cohort_squeeze_grid.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
+    problem = cohort_squeeze_grid.problem(settings.dataset, about)
+    pairs, keys = [(gamma, 40) for gamma in settings.gammas], jax.random.split(jax.random.key(0), settings.seeds)
+    theirs = np.stack([bench.theirs(problem, settings, pairs, key)() for key in keys], axis=1)
+    for devices in (1, 2):
+        ours = bench.ours(problem, settings, pairs, keys, jnp.float64, devices)()
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
