@@ -153,7 +153,7 @@ def sweep(
     device.
     """
     _check_mesh(mesh)
-    settings = runner.check_sweep(hparams, keys)
+    settings = runner.check_sweep(hparams, keys, at_once)
 
     def one(keys, hparams, state, data):
         return runner.sweep(keys, algorithm, hparams, state, data, num_rounds, batch_fn, at_once)
@@ -173,7 +173,10 @@ def sweep(
 def _transposed(rows: PyTree, columns: int) -> PyTree:
     """Rows that were read line by line from a table, read column by column"""
     return jax.tree.map(
-        lambda leaf: jnp.swapaxes(leaf.reshape(-1, columns, *leaf.shape[1:]), 0, 1).reshape(leaf.shape), rows
+        lambda leaf: jnp.swapaxes(leaf.reshape(len(leaf) // columns, columns, *leaf.shape[1:]), 0, 1).reshape(
+            leaf.shape
+        ),
+        rows,
     )
 
 

@@ -129,11 +129,14 @@ def sweep(
     same program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort
     them).
     """
+    check_sweep(hparams, keys, at_once)
     return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn, at_once)
 
 
-def check_sweep(hparams: Any, keys: Key) -> int:
-    """The number of settings in `hparams`; a ValueError unless they have one leading axis and keys are a row."""
+def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
+    """The number of settings in `hparams`; a ValueError unless they have one leading axis, keys are a row and at_once >= 1."""
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"at_once={at_once}; allowed: at least 1, or None for all settings and keys")
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(hparams)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise ValueError(

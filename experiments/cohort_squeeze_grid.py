@@ -21,6 +21,7 @@ from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
 from commjax.prox import quasi_newton, solvers
+from commjax.prox.cohort import Hubs
 from commjax.records import Record
 from experiments import tables
 from experiments.ef_bv import load
@@ -55,7 +56,20 @@ class Settings:
     most_local: int = 15  # K from 1 to this
     rounds: int = 40  # a quarter of the global rounds of `samplings`, a fifth of those of `baselines`
     cap: int = 100  # local rounds that a run of `cost` may take, the same for both methods
-    localgd: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # LocalGD's stepsizes, beside theory's 1/L_max
+    localgd: tuple[float, ...] = (
+        0.1,
+        0.25,
+        0.5,
+        1.0,
+        1.5,
+        2.0,
+        3.0,
+        4.0,
+        6.0,
+        8.0,
+        12.0,
+        16.0,
+    )  # LocalGD's stepsizes, beside theory's 1/L_max
     seeds: int = 5  # cohorts
     # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
     absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
@@ -134,14 +148,16 @@ def follow(
     return record
 
 
-def sppm(problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None):
+def sppm(
+    problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None, hubs: Hubs | None = None
+) -> Algorithm:
     use = SOLVERS[settings.solver]
     pool = stacked.pool(most_rows(problem, sampling))
 
     def make(hparams: Any) -> solvers.Solver:
         return use.make(problem.smoothness, hparams, most or settings.most_local)
 
-    return sppm_as.sppm_as(problem.loss, sampling, make, vectors=use.vectors(len(problem.optimum)), pool=pool)
+    return sppm_as.sppm_as(problem.loss, sampling, make, hubs, use.vectors(len(problem.optimum)), pool=pool)
 
 
 def most_rows(problem: Problem, sampling: cohorts.Sampling) -> int:
@@ -230,6 +246,32 @@ def costs(
     cap = found.cap * (c1 + c2)
     ours, theirs = (np.where(mean <= cap, mean, np.nan) for mean in (spent.mean(axis=1), local.mean(axis=1)))
     return ours, theirs
+
+
+def hubs_of(problem: Problem, topology: str) -> Hubs:
+    """All clients under one hub, or every cluster under its own"""
+    of = np.zeros(len(problem.rows), int)
+    if topology == "spread":
+        for number, members in enumerate(problem.clusters):
+            of[members] = number
+    return Hubs.make(of)
+
+
+def ledger(
+    problem: Problem, settings: Settings, found: Grid, target: float, c1: float, c2: float, topology: str
+) -> float:
+    """The least cost of `costs`, counted as evaluations, once more: a run with real hubs, priced by its own ledger."""
+    prices = costs(found, target, c1, c2, "evaluations", topology)[0]
+    best = int(np.nanargmin(prices))
+    gamma, K = found.pairs[best]
+    T = rounds_to(found.sppm, target)[best].astype(int)
+    algorithm = sppm(problem, cohorts.stratified(problem.clusters), settings, hubs=hubs_of(problem, topology))
+    state = algorithm.init(jnp.ones(len(problem.optimum)), jnp.arange(len(problem.rows)))
+    keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
+    hparams = runner.stack([sppm_as.HParams(gamma, K, 1e-9)])
+    _, metrics = runner.sweep(keys, algorithm, hparams, state, problem.data, int(T.max()))
+    spent = np.asarray(sppm_as.cost(metrics, c1, c2))[0]
+    return float(np.mean([row[:rounds].sum() for row, rounds in zip(spent, T)]))
 
 
 def bits_to(found: Grid, target: float) -> np.ndarray:

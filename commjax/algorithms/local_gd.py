@@ -28,6 +28,8 @@ class HParams(NamedTuple):
 def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
     """LocalGD (FedAvg) on a sampled cohort: each member takes `steps` gradient steps, the mean is the new x; steps = 1 is MB-GD.
 
+    A round whose mean is not finite leaves x as it was, and its code is BROKE_DOWN.
+
     Thesis: LocalGD, MB-GD and MB-LocalGD (L2258, L2304).  One round costs one aggregation.  Weights 1/|S| (P3).
     """
 
@@ -41,9 +43,11 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
 
     def advanced(hparams, server, mean):
-        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps)
+        """The next x, and how it was found: where the mean is not finite x stays as it was"""
+        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps) | ~jnp.all(jnp.isfinite(mean))
         before, restore = ravel_pytree(server.params)
-        return Server(server.round + 1, restore(jnp.where(bad, before, mean)))
+        code = jnp.where(bad, BROKE_DOWN, CONVERGED)
+        return Server(server.round + 1, restore(jnp.where(bad, before, mean))), code
 
     def step(key, hparams, state, batch, *, axis_name=None):
         check(stepsize=hparams.stepsize, steps=hparams.steps)
@@ -54,9 +58,9 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         received = clients.broadcast(server.params, axis_name)
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
-        code = jnp.where(refused(stepsize=hparams.stepsize, steps=hparams.steps), BROKE_DOWN, CONVERGED)
+        server, code = advanced(hparams, state.server, mean)
         metrics = flat_metrics(loss, cohort.price(draw, n, server.params), 1, hparams.steps, code=code)
-        return State(advanced(hparams, server, mean), state.clients), metrics
+        return State(server, state.clients), metrics
 
     def client_step(round, hparams, server, client, data):
         check(stepsize=hparams.stepsize, steps=hparams.steps)
@@ -75,7 +79,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
         shares = cohort.shares(draw).astype(rows.dtype)
-        return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))
+        return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))[0]
 
     def bits_down(server):
         return clients.dense_bits(server.params)

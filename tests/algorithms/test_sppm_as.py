@@ -265,7 +265,8 @@ def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_th
     algorithm, bad = {
         "sppm_as": (
             sppm_as.sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
-            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0), sppm_as.HParams(1.0, 2.7)]},
+            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0), sppm_as.HParams(1.0, 2.7)],
+             "tolerance": [sppm_as.HParams(1.0, 5, -1.0), sppm_as.HParams(1.0, 5, np.nan)]},
         ),
         "fedprox": (
             averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
@@ -285,6 +286,32 @@ def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_th
             found, metrics = compiled(KEY, hparams, state, DATA)
             assert metrics.code == solvers.BROKE_DOWN
             np.testing.assert_array_equal(found.server.params, START)
+
+
+def test_local_gd_does_not_go_on_from_a_model_that_is_not_finite_and_says_so():
+    algorithm = local_gd.mb_local_gd(jax.value_and_grad(quadratic.loss), SAMPLINGS["nice"])
+    grid = runner.stack([local_gd.HParams(stepsize, 5) for stepsize in (0.1, 1e80)])
+    states, metrics = runner.sweep(KEY[None], algorithm, grid, algorithm.init(START, jnp.arange(N)), DATA, 3)
+    assert metrics.code[:, 0].tolist() == [[solvers.CONVERGED] * 3, [solvers.BROKE_DOWN] * 3]
+    np.testing.assert_array_equal(states.server.params[1, 0], START)
+    assert np.all(np.isfinite(metrics.loss)) and np.all(states.server.round == 3)
+
+
+def test_the_cost_is_that_of_the_ledger_flat_under_one_hub_and_over_several():
+    def spent(of):
+        hubs = None if of is None else cohort.Hubs.make(of)
+        algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda hparams: quasi_newton.bfgs(), hubs)
+        _, metrics = runner.run(KEY, algorithm, EXACT, algorithm.init(START, jnp.arange(N)), DATA, 3)
+        return sppm_as.cost(metrics, 0.1, 1.0), np.asarray(metrics.local_rounds)
+
+    for of, price in (
+        (None, lambda K: 0.1 * K),
+        (np.zeros(N, int), lambda K: 0.1 * K + 1),
+        (np.arange(N), lambda K: 1.1 * K),
+    ):
+        found, K = spent(of)
+        assert found.shape == (3,) and np.all(K > 1)
+        np.testing.assert_allclose(found, price(K))
 
 
 def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():

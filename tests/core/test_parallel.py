@@ -79,6 +79,12 @@ def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_r
     moved, results = parallel.collectives(compiled), jax.eval_shape(parallel.sweep, keys, CASE.algorithm, grid, *rest)
     assert set(moved.counts) == {"all-gather"}
     assert moved.bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
+    states, metrics = parallel.sweep(
+        keys, CASE.algorithm, grid, *rest[:2], 0, mesh
+    )  # no rounds, and nothing has happened
+    assert metrics.loss.shape == (4, 2, 0) and np.all(states.server.round == 0)
+    with pytest.raises(ValueError, match="at_once=0; allowed: at least 1"):
+        parallel.sweep(keys, CASE.algorithm, grid, *rest, at_once=0)
     with pytest.raises(ValueError, match="one leading axis for all"):
         parallel.sweep(keys, CASE.algorithm, CASE.hparams, *rest)
     with pytest.raises(ValueError, match="a row of keys"):

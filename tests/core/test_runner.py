@@ -82,6 +82,11 @@ def test_settings_at_once_need_a_sweep():
     for key, at_once in ((KEY, 2), (jax.random.split(KEY, 2), 0)):
         with pytest.raises(ValueError, match=f"at_once={at_once}; allowed: at least 1, with an array of keys"):
             runner.loop(key, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 1, at_once=at_once)
+    for at_once in (-1, 0):
+        with pytest.raises(ValueError, match=f"at_once={at_once}; allowed: at least 1"):
+            runner.sweep(
+                KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), CASE.init(), CASE.data, 1, at_once=at_once
+            )
 
 
 def test_clients_of_a_sweep_may_stand_in_any_order():

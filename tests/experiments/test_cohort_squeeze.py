@@ -64,6 +64,12 @@ def test_the_cost_table_and_its_figure(settings):
     assert (settings.out / "hierarchical_bfgs.png").read_bytes().startswith(b"\x89PNG")
     prices = {(row["target"], row["c1"], row["hubs"]): row["iterations"] for row in again if "iterations" in row}
     assert all(prices[t, c1, "one hub"] < price for (t, c1, hubs), price in prices.items() if hubs == "spread")
+    runs = [row for row in again if "ledger" in row]
+    assert {(row["c1"], row["hubs"]) for row in runs} == {
+        (c1, hubs) for c1 in (0.1, 0.05) for hubs in ("one hub", "spread")
+    }
+    for row in runs:  # with real hubs the ledger counts what the formula says
+        assert row["ledger"] == pytest.approx(row["evaluations"], rel=1e-12)
 
 
 def test_every_solver_reaches_the_target_and_newton_pays_for_its_hessians(settings):
@@ -204,3 +210,8 @@ def test_both_sides_of_the_benchmark_do_the_same_work():
     for devices in (1, 2):
         ours = bench.ours(problem, settings, pairs, keys, jnp.float64, devices)()
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_picture_of_the_clusters(settings):
+    cohort_squeeze.clusters(settings)
+    assert (settings.out / "clusters.png").read_bytes().startswith(b"\x89PNG")

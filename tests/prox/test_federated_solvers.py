@@ -441,20 +441,20 @@ def test_stepsizes_and_steps_may_be_traced_so_that_a_grid_is_one_program():
 
 
 @each
-def test_any_gamma_gives_finite_points(name):
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+def test_any_gamma_gives_finite_points(name, dtype):
     """The prox term alone has curvature 1/gamma: too much for a rate may end the run, and never gives what is not finite."""
     for gamma in (1e-3, 1e5):
-        result = _at_gamma(name, jnp.asarray(gamma))
+        result = _at_gamma(name, jnp.asarray(gamma, dtype))
         assert np.all(np.isfinite(result.params)) and np.isfinite(result.residual)
+        assert result.params.dtype == dtype
 
 
 @functools.partial(jit, static_argnums=0)
 def _at_gamma(name, gamma):
-    data = jax.tree.map(jnp.asarray, Data(*APART))
-    oracle = cohort.prox_oracle(
-        _loss, lambda x: x, cohort.Cohort(data, jnp.asarray(WEIGHTS)), jnp.asarray(CENTER), gamma
-    )
-    return SOLVERS[name]()(oracle, jnp.asarray(CENTER), 20, 0.0)
+    data, weights, center = jax.tree.map(lambda leaf: jnp.asarray(leaf, gamma.dtype), (Data(*APART), WEIGHTS, CENTER))
+    oracle = cohort.prox_oracle(_loss, lambda x: x, cohort.Cohort(data, weights), center, gamma)
+    return SOLVERS[name]()(oracle, center, 20, 0.0)
 
 
 @each
