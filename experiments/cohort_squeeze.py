@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from matplotlib.ticker import LogFormatter
 
 from commjax import recommend
 from commjax.algorithms import sppm_as
@@ -106,6 +107,9 @@ def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, 
     if np.isfinite(local).any():
         axes.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
     axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.set_xlim(0, settings.most_local + 1)
     axes.set_xlabel("local communication rounds $K$")
 
 
@@ -152,8 +156,8 @@ def hierarchical(settings: Settings) -> list[dict]:
                     )
                 rows += priced
             cost_panel(panel, found, settings.absolute[0], settings, c1, 1.0)
-            panel.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = 1, $|x-x^\\star|^2 <$ {settings.absolute[0]:g}")
-        line[0].set_ylabel("$(c_1 K + c_2) T$, one hub")
+            panel.set_title(f"{name}, $c_1$ = {c1:g}, $c_2$ = 1")
+        line[0].set_ylabel(f"$(c_1 K + c_2) T$ to $|x-x^\\star|^2 <$ {settings.absolute[0]:g}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     plots.save(figure, settings.out / f"hierarchical_{settings.solver}.png")
     tables.save(settings.out / f"hierarchical_{settings.solver}", rows, show(rows))
