@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from commjax import recommend
 from commjax.algorithms import sppm_as
@@ -110,6 +110,7 @@ def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, 
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlim(0, settings.most_local + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("local communication rounds $K$")
 
 
