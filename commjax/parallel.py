@@ -171,13 +171,17 @@ def sweep(
 
 
 def _transposed(rows: PyTree, columns: int) -> PyTree:
-    """Rows that were read line by line from a table, read column by column"""
-    return jax.tree.map(
-        lambda leaf: jnp.swapaxes(leaf.reshape(len(leaf) // columns, columns, *leaf.shape[1:]), 0, 1).reshape(
-            leaf.shape
-        ),
-        rows,
-    )
+    """Rows that were read line by line from a table, read column by column
+
+    >>> _transposed(jnp.arange(6), 2).tolist()
+    [0, 2, 4, 1, 3, 5]
+    """
+
+    def one(leaf):
+        table = leaf.reshape(len(leaf) // columns, columns, *leaf.shape[1:])
+        return jnp.swapaxes(table, 0, 1).reshape(leaf.shape)
+
+    return jax.tree.map(one, rows)
 
 
 def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:

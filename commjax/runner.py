@@ -129,8 +129,8 @@ def sweep(
     same program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort
     them).
     """
-    check_sweep(hparams, keys, at_once)
-    return _sweep_from(keys, algorithm, hparams, _spread(state, hparams, keys), data, num_rounds, batch_fn, at_once)
+    states = _spread(state, hparams, keys, at_once)
+    return _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once)
 
 
 def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
@@ -149,8 +149,8 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
     return shapes[0][0]
 
 
-def _spread(state: State, hparams: Any, keys: Key) -> State:
-    settings = check_sweep(hparams, keys)
+def _spread(state: State, hparams: Any, keys: Key, at_once: int | None = None) -> State:
+    settings = check_sweep(hparams, keys, at_once)
     return tree.repeat(tree.repeat(state, len(keys)), settings)
 
 

@@ -56,20 +56,8 @@ class Settings:
     most_local: int = 15  # K from 1 to this
     rounds: int = 40  # a quarter of the global rounds of `samplings`, a fifth of those of `baselines`
     cap: int = 100  # local rounds that a run of `cost` may take, the same for both methods
-    localgd: tuple[float, ...] = (
-        0.1,
-        0.25,
-        0.5,
-        1.0,
-        1.5,
-        2.0,
-        3.0,
-        4.0,
-        6.0,
-        8.0,
-        12.0,
-        16.0,
-    )  # LocalGD's stepsizes, beside theory's 1/L_max
+    # LocalGD's stepsizes, beside theory's 1/L_max
+    localgd: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
     seeds: int = 5  # cohorts
     # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
     absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
