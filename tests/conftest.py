@@ -1,7 +1,5 @@
 """Strict by default: float64, no silent promotion, eight simulated devices, types checked at run time."""
 
-import importlib.util
-import mmap
 import os
 from pathlib import Path
 
@@ -10,14 +8,8 @@ import pytest
 # Small matrices: a second thread only waits, and there are two workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Half of the suite's time is compilation, and a third of that the newer emitters of fused loops; a version of XLA without this
-# option would refuse to start with it.
-OPTION = "xla_cpu_use_fusion_emitters"
-jaxlib = importlib.util.find_spec("jaxlib")
-for library in Path(jaxlib.submodule_search_locations[0] if jaxlib else ".").glob("libjax_common.so"):
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        if text.find(OPTION.encode()) >= 0:
-            os.environ["XLA_FLAGS"] = f"--{OPTION}=false {os.environ.get('XLA_FLAGS', '')}"
+# On Intel CPUs that advertise AMX, torch's bfloat16 products die with an illegal instruction.  It reads this when it is imported.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 import jax  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
@@ -46,14 +38,6 @@ def forget_compiled_programs():
     """Thousands of programs in one process exhaust its memory maps, and the compiler crashes."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """Many tiny programs are compiled; XLA's optimisations would double the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -4,12 +4,8 @@ Each module has `CLAIMS`, a list of functions without arguments; each returns a 
 modules by itself.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
-
-import jax
 
 Verdict = Literal["reproduced", "differs", "corrected"]
 
@@ -17,17 +13,6 @@ Verdict = Literal["reproduced", "differs", "corrected"]
 def corrected(holds: bool, errata: str) -> tuple[Verdict, str]:
     """Verdict and errata number of a claim that the errata correct, if what they say was measured now."""
     return ("corrected", errata) if holds else ("differs", "")
-
-
-@contextmanager
-def compiled_quickly() -> Iterator[None]:
-    """Without most of XLA's optimisations: for claims that compile many programs and run each for a moment."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from commjax import compressors, runner
 from commjax.algorithms import ef_bv
 from commjax.problems import quadratic
-from experiments.claims import Claim, compiled_quickly
+from experiments.claims import Claim
 
 METHOD = "core"
 N, D, ROUNDS = 10, 40, 60
@@ -27,7 +27,6 @@ def setting(compressor):
     return data, algorithm, hparams, algorithm.init(jnp.ones(D), jnp.arange(N))
 
 
-@compiled_quickly()
 def ledger_is_bytes() -> Claim:
     """Replay a run message by message and weigh every one."""
     named = [
@@ -53,7 +52,6 @@ def ledger_is_bytes() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def sweep_is_runs() -> Claim:
     data, algorithm, hparams, state = setting(RANDOM)
     keys = jax.random.split(jax.random.key(1), 3)
@@ -67,7 +65,6 @@ def sweep_is_runs() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def resume_is_exact() -> Claim:
     data, algorithm, hparams, state = setting(RANDOM)
     key = jax.random.key(2)

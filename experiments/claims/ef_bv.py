@@ -19,7 +19,7 @@ from commjax.problems import logistic
 from commjax.theory import ef_bv as theory
 from experiments import ef_bv as experiment
 from experiments import ef_bv_table, plots
-from experiments.claims import Claim, compiled_quickly, corrected
+from experiments.claims import Claim, corrected
 
 METHOD = "EF-BV"
 SETTINGS = experiment.Settings(datasets=("breast_cancer",), n=100, rounds=4000, progress=False)
@@ -46,7 +46,6 @@ def compare(k_top: int | None = None, nonconvex: bool = False, rounds: int = SET
         )
 
 
-@compiled_quickly()
 def comp_constants() -> Claim:
     d, k, k_top = 6, 1, 3
     certificate = compressors.certify(compressors.comp(k, k_top), d, 2)
@@ -60,7 +59,6 @@ def comp_constants() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def nice_constants() -> Claim:
     n, m = 3, 2
     certificate = compressors.certify(compressors.m_nice(m), 4, n)
@@ -144,7 +142,6 @@ def fewer_bits() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def bits_are_not_free() -> Claim:
     d, k = 112, 1
     compressor = compressors.comp(k, d // 2)

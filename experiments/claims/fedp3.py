@@ -13,7 +13,7 @@ from commjax.data.stacked import Examples
 from commjax.problems import layered, networks
 from experiments import fedp3 as experiment
 from experiments import plots
-from experiments.claims import Claim, compiled_quickly, corrected
+from experiments.claims import Claim, corrected
 
 METHOD = "FedP3"
 N, ROWS = 8, 12
@@ -78,7 +78,6 @@ def shares() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def is_fedavg() -> Claim:
     data, problem, params, names = small()
     hparams, sample = fedavg.HParams(0.1, 1.0), local.minibatch(4)
@@ -98,7 +97,6 @@ def is_fedavg() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def never_leaves() -> Claim:
     data, problem, params, names = small()
     plan = plans.opu(names, N, 1, 2, keep=0.7)
@@ -121,7 +119,6 @@ def never_leaves() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def weights() -> Claim:
     six = layers.Layers(tuple("abcdef"), tuple(range(6)))
     plan = plans.plan(six, ["af", "abcdef", "bcdf"])

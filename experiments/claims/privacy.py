@@ -4,13 +4,12 @@ import jax
 
 from commjax import accounting, private_training
 from experiments import fedp3_theory
-from experiments.claims import Claim, compiled_quickly, corrected
+from experiments.claims import Claim, corrected
 
 METHOD = "LDP-FedP3"
 TARGETS, DELTA, ROUNDS, RATE = (1.0, 4.0, 8.0), 1e-5, 25, 0.5
 
 
-@compiled_quickly()
 def certified() -> Claim:
     """The attack's confidence is 99 % for each target."""
     found = [accounting.calibrate(epsilon, DELTA, RATE, ROUNDS) for epsilon in TARGETS]
@@ -48,7 +47,6 @@ def scaled_noise() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def floor() -> Claim:
     found, exact, printed = fedp3_theory.noise_floor(0.1, 100, 1000)
     agrees = abs(found / exact - 1) < 0.15 and found > printed

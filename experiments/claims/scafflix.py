@@ -17,7 +17,7 @@ from commjax.theory import scafflix as theory
 from experiments import plots, scafflix_condition
 from experiments import scafflix as experiment
 from experiments import scafflix_networks as network
-from experiments.claims import Claim, compiled_quickly, corrected
+from experiments.claims import Claim, corrected
 
 METHOD = "Scafflix"
 SETTINGS = experiment.Settings(
@@ -97,7 +97,6 @@ def double_acceleration() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def linear_rate() -> Claim:
     data, alpha, optimum, L_i, mu = quadratics()
     hparams = scafflix.theoretical(L_i, mu, alpha)
@@ -124,7 +123,6 @@ def linear_rate() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def invariant() -> Claim:
     _, alpha, _, _, _ = quadratics()
     rows = np.random.default_rng(0).standard_normal((3, 5))
@@ -138,7 +136,6 @@ def invariant() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def fixed_point() -> Claim:
     data, alpha, _, _, _ = quadratics()
     mixed = (1 - alpha)[:, None] * np.asarray(data.c)  # x^0 = 0
@@ -152,7 +149,6 @@ def fixed_point() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def no_global_part() -> Claim:
     data, _, _, L_i, mu = quadratics()
     alpha = np.array([0.0, 0.6, 1.0])
@@ -192,7 +188,6 @@ def smaller_p() -> Claim:
     )  # fmt: skip
 
 
-@compiled_quickly()
 def generalisation() -> Claim:
     settings = network.Settings(
         task="digits", model="mlp", rounds=25, every=25, seeds=2, stepsizes=(0.03, 0.1), local_steps=100, progress=False

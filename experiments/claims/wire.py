@@ -8,13 +8,12 @@ from commjax import compressors, exchange
 from commjax.algorithms import ef_bv
 from commjax.compressors.envelope import HEADER_BYTES
 from commjax.problems import quadratic
-from experiments.claims import Claim, compiled_quickly
+from experiments.claims import Claim
 
 METHOD = "core"
 N, D, ROUNDS = 4, 40, 12
 
 
-@compiled_quickly()
 def wire_changes_nothing() -> Claim:
     """Encode, seal, open, decode, round by round; every client alone with its row, as on Flower."""
     named = [compressors.comp(2, 20), compressors.dithering(4), compressors.m_nice(2, compressors.top_k(3))]

@@ -22,7 +22,6 @@ from commjax.problems import logistic, quadratic
 from commjax.problems.constants import smoothness
 from commjax.theory import ef_bv as theory
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 N, D = 6, 8
 PROBLEM = quadratic.random(0, N, D, mu=0.5, L=2.0)
 DATA = jax.tree.map(jnp.asarray, PROBLEM)

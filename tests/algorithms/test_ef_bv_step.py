@@ -10,7 +10,6 @@ from commjax import prox, runner
 from commjax.algorithms import ef_bv
 from commjax.problems import quadratic
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 N, D = 3, 4
 GAMMA, LAM, NU, WEIGHT = 0.11, 0.4, 0.7, 0.5
 PROBLEM = quadratic.random(0, N, D, mu=0.3, L=3.0)

@@ -23,9 +23,6 @@ PARAMS = {
 KEY = jax.random.key(0)
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 def network():
     return fedcr.Network(lambda body, x: fedcr.gaussian(x @ body), lambda head, z: z @ head, CLASSES, Z)
 

@@ -28,9 +28,6 @@ NETWORK = fedcr.Network(
 HPARAMS, KEY = fedcr.HParams(0.05, 0.1, 0.7), jax.random.key(0)
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 def rounds(algorithm, state, count=2):
     step = jax.jit(algorithm.step)
     for _ in range(count):

@@ -27,9 +27,6 @@ MIXED = plans.plan(LAYERS, [["a", "c"], ["c"], ["b", "c"], ["a", "b", "c"]], np.
 GAMMA = 0.05
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 def loss(params, rows):
     """A linear network: its gradients are three matrix products."""
     h = rows["x"]

@@ -10,8 +10,6 @@ from commjax.algorithms import ldp_fedp3, sketched
 from commjax.compressors import identity, perm_k
 from commjax.theory import ldp_fedp3 as theory
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 N, M, D = 3, 5, 7
 KEY = jax.random.key(5)
 IDS = jnp.arange(N)

@@ -29,14 +29,6 @@ START, OPTIMUM = jnp.linspace(-1.0, 2.0, D), jnp.asarray(PROBLEM.c)
 value_and_grad = jax.value_and_grad(quadratic.loss)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """As in tests/conformance: many tiny programs, none of which runs for long."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @cache
 def made(make, cohort=None):
     """One object per method, so that what one test compiled serves the next."""

@@ -23,7 +23,6 @@ from commjax.compressors import (
 from commjax.compressors.certify import _bounds, trial_vectors
 from tests.compressors.zoo import WITH_LAW, ZOO, moments, sizes
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 METHODS = pytest.mark.parametrize("limit", [6, 0], ids=["enumeration", "sampling"])
 
 

@@ -13,9 +13,6 @@ from tests.compressors.zoo import WITH_LAW, ZOO, cloud, moments, sizes
 
 LAWS = pytest.mark.parametrize("name", WITH_LAW)
 ALL = pytest.mark.parametrize("name", ZOO)
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @ALL
 def test_kept_counts_the_values_of_a_message(name):
     d, n = 12, 3

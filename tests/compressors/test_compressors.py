@@ -23,8 +23,6 @@ from commjax.compressors import (
 from commjax.theory.ef_bv import best_scaling, one_minus_r
 from tests.compressors.zoo import WITH_LAW, centred, cloud, moments, sizes
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 GOLDENS = json.loads((pathlib.Path(__file__).parents[1] / "data" / "goldens_ef_bv.json").read_text())
 BUILD = {
     "top_k": lambda d, k, k_prime: top_k(k),

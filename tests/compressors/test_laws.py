@@ -24,7 +24,6 @@ from commjax.compressors import (
 )
 from tests.compressors.zoo import INF, cloud
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 SAMPLES = 20_000
 CASES = {
     # name: (compressor, n, d)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from commjax.compressors import select
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 D = 7
 # Few different magnitudes, so that ties are common; both zeros; infinities.

@@ -51,7 +51,7 @@ def test_the_message_has_its_price_and_comes_back_bit_for_bit_also_under_jit(nam
 
 
 @ALL
-def test_the_message_of_a_nested_tree_comes_back(name, compile_quickly):
+def test_the_message_of_a_nested_tree_comes_back(name):
     x = nested(jnp.asarray(cloud(0, 1, D)[0], jnp.float32))
     for id in (1, 2):
         check(name, x, id, [ZOO[name].compress(KEY, x, id, N)])
@@ -66,7 +66,7 @@ def test_products_and_sums_are_the_same_bits_under_jit_in_double_precision(name)
 
 @ALL
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16], ids=["float64", "bfloat16"])
-def test_the_message_comes_back_in_every_dtype(name, dtype, compile_quickly):
+def test_the_message_comes_back_in_every_dtype(name, dtype):
     for id in range(N):
         x = jnp.asarray(cloud(id, 1, D)[0], dtype)
         check(name, x, id, [ZOO[name].compress(KEY, x, id, N)])

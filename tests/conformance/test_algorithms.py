@@ -19,14 +19,6 @@ KEY = jax.random.key(7)
 ALL = pytest.mark.parametrize("name", registry.NAMES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """These tests compile hundreds of tiny programs; XLA's optimisations would double their time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @cache
 def counted(algorithm):
     """The jitted step.  All tests share it, and none may make it trace twice."""

@@ -8,10 +8,9 @@ import pytest
 
 from commjax import parallel, runner
 from tests import registry
-from tests.conformance.test_algorithms import ALL, KEY, close, compile_quickly, trajectory
+from tests.conformance.test_algorithms import ALL, KEY, close, trajectory
 from tests.registry import build
 
-__all__ = ["compile_quickly"]  # the fixture
 
 mesh = cache(parallel.client_mesh)
 WAYS = {
@@ -73,7 +72,6 @@ REDUCED = {
 
 @pytest.mark.parametrize("devices", REDUCED)
 def test_a_round_reduces_one_message_its_price_and_one_loss_in_one_operation(devices):
-    jax.config.update("jax_disable_most_optimizations", False)  # XLA's own programs are what is looked at
     moved = lambda wanted: ({}, 0) if devices == 1 else ({"all-reduce": 1}, wanted)  # noqa: E731
     for name, ways in zip(REDUCED[devices], (["shard_map", "sharded jit"], ["shard_map", "pmap"]), strict=True):
         case = build(name)
@@ -83,7 +81,6 @@ def test_a_round_reduces_one_message_its_price_and_one_loss_in_one_operation(dev
             found = parallel.collectives(WAYS[way](case.algorithm, devices).lower(KEY, *inputs).compile())
             # The compiler of a sharded jit decides by itself how it reduces; on one device nothing moves.
             assert found == moved(wanted) if way != "sharded jit" or devices == 1 else found.counts, name
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def test_the_bytes_of_a_round_are_those_of_the_vectors_that_go_up():

@@ -22,7 +22,6 @@ def names(every: list[str]) -> list[str]:
 def main(address: str, process: int, path: str) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_disable_most_optimizations", True)
     distributed.start(address, 2, process)
     from tests import registry  # computes at once, so after the start
 

@@ -305,7 +305,6 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         )
         for process, file in enumerate(files)
     ]  # fmt: skip
-    jax.config.update("jax_disable_most_optimizations", True)
     try:
         names = pair.names(NAMES)
         cases = [build(name) for name in names]
@@ -313,7 +312,6 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         for process in both:
             finish(process)
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
         for process in both:
             process.kill()
     found = [dict(np.load(file)) for file in files]

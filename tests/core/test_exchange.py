@@ -112,9 +112,6 @@ def equal_bits(a, b):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @pytest.mark.parametrize("name", ONCE)
 def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledger_says(name):
     contract, data = contract_of(name)

@@ -30,9 +30,6 @@ NAMED = {
 ALL = pytest.mark.parametrize("method", NAMED)
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @cache
 def setting(method):
     compressor, tuned = NAMED[method]

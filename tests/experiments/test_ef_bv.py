@@ -14,7 +14,7 @@ TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=4, pro
 
 
 @pytest.fixture
-def settings(tmp_path, compile_quickly):
+def settings(tmp_path):
     return dataclasses.replace(TINY, out=tmp_path)
 
 

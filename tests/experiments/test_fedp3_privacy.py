@@ -14,9 +14,6 @@ from experiments import fedp3_privacy as driver
 from experiments import fedp3_theory
 from experiments.claims import privacy as claims
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return driver.Settings(

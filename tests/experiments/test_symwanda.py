@@ -16,9 +16,6 @@ from experiments import symwanda, symwanda_task, symwanda_zeroshot
 from experiments.claims import symwanda as claims
 from tests.pruning import models
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return symwanda.Settings(

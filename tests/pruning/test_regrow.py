@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from commjax.pruning import masks, regrow, scores, statistics, swaps
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["dsnot"]
 
 
