@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, PyTree, Shaped
 
 Scalar = float | int | Shaped[Array, ""]
@@ -86,3 +87,35 @@ def varying_like(a: PyTree, *like: Array) -> PyTree:
     first = jnp.stack([one.reshape(-1)[0] != one.reshape(-1)[0] for one in like])
     never = jnp.sum(first) > len(like)
     return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), a)
+
+
+def once(a: PyTree) -> PyTree:
+    """The same values, computed once and stored: every operation that reads them reads the same bits.
+
+    XLA copies cheap arithmetic into each fused loop that needs its result, and rounds it there as the processor likes (a product
+    and a sum may become one instruction).  One array can then have two values that differ in the last bit, and a
+    selection that compares the array with an entry of itself goes wrong.  A selection, and whatever is sent and kept as
+    well, begins with this function.
+
+    On a CPU this is a call that XLA may not inline (an `optimization_barrier` is removed before loops are fused); elsewhere it is
+    an `optimization_barrier`.
+
+    Args:
+        a: arrays.
+
+    Returns:
+        `a`, bit for bit.
+    """
+    if not jax.tree.leaves(a):
+        return a
+    return jax.lax.platform_dependent(a, cpu=_stored, default=jax.lax.optimization_barrier)
+
+
+def _stored(a: PyTree) -> PyTree:
+    with set_xla_metadata(inlineable="false"):
+        return _same(a)
+
+
+@jax.jit
+def _same(a: PyTree) -> PyTree:
+    return a

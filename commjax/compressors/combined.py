@@ -23,8 +23,8 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
 
     def compress(key, x, id=0, n=1):
         value, bits = compressor.compress(key, x, id, n)
-        # Without the barrier XLA may merge two factors into one, and the value differ from the decoded one in the last bit.
-        return Message(tree.scale(factor, jax.lax.optimization_barrier(value)), bits)
+        # The inner value is rounded first: XLA would merge the two factors, and the value differ from the decoded one.
+        return Message(tree.once(tree.scale(factor, tree.once(value))), bits)
 
     def decode(key, data, like, id=0, n=1):
         return tree.scale(factor, jax.tree.map(jnp.asarray, compressor.decode(key, data, like, id, n)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from commjax import tree
 from commjax.base import ClientId, Compressor, Constants, Key, Message
 from commjax.compressors import wire
 from commjax.compressors.lift import check_count, from_value, on_vectors, value_bits
@@ -54,10 +55,8 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
     def compress(key, x, id=0, n=1):
         here, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
-        value = jax.lax.optimization_barrier(value)  # as in `scaled`
-        sent = jax.tree.map(
-            lambda leaf: jnp.where(here, leaf * jnp.asarray(n / m, leaf.dtype), jnp.zeros_like(leaf)), value
-        )
+        value = tree.scale(n / m, tree.once(value))  # rounded twice, as in `scaled`
+        sent = tree.once(jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), value))
         return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
 
     def constants(d, n=1):
@@ -128,9 +127,8 @@ def perm_k() -> Compressor:
         return min(d, n)
 
     def compress(key, x, id, n):
-        return jnp.where(
-            _owned(key, x.size, id, n), x * jnp.asarray(factor(x.size, n), x.dtype), jnp.zeros((), x.dtype)
-        )
+        owned = jnp.where(_owned(key, x.size, id, n), x, jnp.zeros((), x.dtype))
+        return tree.once(owned * jnp.asarray(factor(x.size, n), x.dtype))
 
     def bits(key, d, dtype, id, n):
         if d % n == 0 or d < n:

@@ -55,6 +55,7 @@ def on_vectors(
 
     def on_tree(key, x, id=0, n=1):
         flat, unravel = ravel_pytree(x)
+        flat = tree.once(flat)
         price = jnp.asarray(bits(key, flat.size, flat.dtype, id, n), jnp.zeros(()).dtype)
         return Message(unravel(compress(key, flat, id, n)), price)
 

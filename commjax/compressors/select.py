@@ -2,6 +2,9 @@
 
 XLA's CPU sort is the bottleneck of every selection.  Non-negative floats order as their bit patterns do, so the k-th largest is
 found by building its bits from the top, one counting pass a bit; exact, ties by position.
+
+The magnitudes that a selection compares are computed once (`tree.once`): an entry that is compared with itself, computed a second
+time, could be larger than itself, and the mask would have too many or too few entries.
 """
 
 import math
@@ -11,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from commjax import tree
 from commjax.base import ClientId, Key
 from commjax.tree import varying_like
 
@@ -19,6 +23,7 @@ _INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 # Up to this dimension and this many expected draws it is cheaper to test the ranks of candidates than to find a threshold.
 _MAX_DIMENSION = 4096
 _MAX_CANDIDATES = 16
+_LAST = 1 << 24  # candidates of one row at most
 
 
 def magnitude_bits(x: Shaped[Array, "d"]) -> Int[Array, "d"]:
@@ -71,7 +76,7 @@ def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
     >>> top_k_mask(jnp.array([1.0, -3.0, 2.0, 3.0]), 2).tolist()
     [False, True, False, True]
     """
-    return jnp.ones(x.shape, bool) if k == x.shape[0] else _largest(magnitude_bits(x), k)
+    return jnp.ones(x.shape, bool) if k == x.shape[0] else _largest(tree.once(magnitude_bits(x)), k)
 
 
 def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
@@ -125,7 +130,7 @@ def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[A
         return random_mask(key, d, k)
     if d > _MAX_DIMENSION or k * d > _MAX_CANDIDATES * k_top:
         return random_of_mask(key, top_k_mask(x, k_top), k)
-    return _draw_from_top(k, k_top)(key, magnitude_bits(x))
+    return _draw_from_top(k, k_top)(key, tree.once(magnitude_bits(x)))
 
 
 @cache
@@ -164,7 +169,10 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
             return begin + many, *_accepted(own, rows, begin, many, k, k_top, (chosen, found))
 
         start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, found[jnp.minimum(at, n - 1)], k)
-        _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k), turn, start)
+        _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k) & (carry[0] < _LAST), turn, start)
+        done = jnp.where(
+            at < n, k, done
+        )  # k of a row can always be accepted; `_LAST` only makes sure that the loop ends
         return chosen.at[:, at].set(new, mode="drop"), found.at[at].set(done, mode="drop")
 
     chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, (chosen, found))

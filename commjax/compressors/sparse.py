@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from commjax import tree
 from commjax.base import Compressor, Constants
 from commjax.compressors import laws, select, wire
 from commjax.compressors.lift import check_count, check_k, from_value, independent, on_vectors, value_bits
@@ -31,7 +32,9 @@ def identity() -> Compressor:
 
 
 def _masked(x, mask, factor=1.0):
-    return jnp.where(mask, x if factor == 1.0 else x * jnp.asarray(factor, x.dtype), jnp.zeros((), x.dtype))
+    """factor x where mask is True, else 0.  The product is rounded before anybody adds to it: it is what is sent."""
+    kept = jnp.where(mask, x, jnp.zeros((), x.dtype))
+    return kept if factor == 1.0 else tree.once(kept * jnp.asarray(factor, x.dtype))
 
 
 def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable) -> Compressor:

@@ -25,6 +25,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from commjax import tree
+
 Group = Literal["output", "input", "layer"]
 Scores = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
@@ -128,14 +130,17 @@ def _unstructured(scores, k, group, reference_ties):
 
 
 def _least_pruned(scores, k, group, reference_ties):
-    keys = _bits(scores)
+    keys = tree.once(_bits(scores))
     if reference_ties:
         return keys > _search(keys, k, group, value_of_next=True)[0]
     return ~least(keys, k, group)
 
 
 def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mask:
-    """True for the k least of every group of non-negative integers, the first among equals; k may be traced."""
+    """True for the k least of every group of non-negative integers, the first among equals; k may be traced.
+
+    `keys` must have one value each (`tree.once`): they are compared with a threshold that is one of them.
+    """
     threshold, end = _search(keys, k, group, value_of_next=False)
     return (keys < threshold) | ((keys == threshold) & (_position(keys.shape, _OVER[group]) < end))
 
@@ -218,7 +223,7 @@ def _n_m(scores, n, m):
 
 
 def _largest_kept(scores, n, m):
-    groups = scores.reshape(-1, m, scores.shape[1])
+    groups = tree.once(scores).reshape(-1, m, scores.shape[1])
     if m > 16:  # comparing pairs grows with m^2
         return jax.lax.map(lambda g: _least_pruned(g, jnp.int32(m - n), "output", False), groups).reshape(scores.shape)
     members = [groups[:, a] for a in range(m)]

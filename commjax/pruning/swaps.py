@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from commjax import tree
+
 Matrix = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
 
@@ -143,6 +145,7 @@ def swaps(
     # The least is the best; for a positive error those of negative contribution, in a group of m all.
     side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
     prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
+    grow_keys, prune_keys = tree.once((grow_keys, prune_keys))  # each key is compared with the latest one taken
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
     out = jnp.arange(outputs)
 

@@ -13,6 +13,8 @@ from tests.compressors.zoo import WITH_LAW, ZOO, cloud, moments, sizes
 
 LAWS = pytest.mark.parametrize("name", WITH_LAW)
 ALL = pytest.mark.parametrize("name", ZOO)
+
+
 @ALL
 def test_kept_counts_the_values_of_a_message(name):
     d, n = 12, 3

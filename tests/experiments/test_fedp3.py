@@ -21,6 +21,7 @@ from experiments.claims import fedp3 as claims
 from experiments.fedp3_plans import Run
 from experiments.fedp3_task import Settings
 
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return Settings(

@@ -14,6 +14,7 @@ from experiments import fedp3_privacy as driver
 from experiments import fedp3_theory
 from experiments.claims import privacy as claims
 
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return driver.Settings(

@@ -16,6 +16,7 @@ from experiments import symwanda, symwanda_task, symwanda_zeroshot
 from experiments.claims import symwanda as claims
 from tests.pruning import models
 
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return symwanda.Settings(

@@ -1,0 +1,136 @@
+"""What a jitted round sends is what `compress` gives for the vector that was handed to it, bit for bit.
+
+Default compiler, float32 and float64, sizes at which XLA fuses loops.  The compressor reports from inside the compiled step what it
+was handed and what it made of it; another program then compresses the reported vectors.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax import compressors, optax_face
+from commjax.algorithms import ef_bv, sketched
+from commjax.data.stacked import ClientData
+from commjax.problems import logistic
+
+N, ROWS, D, ROUNDS = 37, 20, 123, 12
+INF = float("inf")
+
+# (compressor, entries that every message has, or None where they are not counted)
+COMPRESSORS = [
+    (compressors.identity(), D),
+    (compressors.top_k(5), 5),
+    (compressors.rand_k(4), 4),  # Floyd's draws
+    (compressors.rand_k(40), 40),  # the largest random words
+    (compressors.comp(2, 40), 2),  # candidates and their ranks
+    (compressors.comp(30, 40), 30),  # a threshold, then random words
+    (compressors.mix(2, 3), 5),
+    (compressors.natural(), D),
+    (compressors.dithering(4), None),
+    (compressors.dithering(3, 1.0), None),
+    (compressors.ternary(INF), None),
+    (compressors.scaled_sign(), D),
+    (compressors.perm_k(), None),
+    (compressors.m_nice(9, compressors.comp(1, 30)), None),
+    (compressors.scaled(0.3, compressors.comp(2, 40)), 2),
+    (compressors.leafwise(lambda d: compressors.top_k(max(1, d // 10))), None),
+]
+BY_NAME = {one.name: (one, entries) for one, entries in COMPRESSORS}
+
+
+def problem(dtype):
+    """Sparse logistic regression whose gradients have a different rounding in every fused loop."""
+    rng = np.random.default_rng(0)
+    features = (rng.random((N, ROWS, D)) < 0.1) * 1.0
+    labels = np.sign(rng.standard_normal((N, ROWS)))
+    arrays = (features, labels, np.full((N, ROWS), 1 / ROWS))
+    return jnp.asarray(rng.standard_normal(D) * 0.3, dtype), ClientData(*(jnp.asarray(a, dtype) for a in arrays))
+
+
+def loss(x, data):
+    return logistic.loss(x, data, 0.03)
+
+
+def reporting(compressor, reports):
+    """The same compressor; a compiled step that compresses appends (key, id, x, value, bits) to `reports`."""
+
+    def report(key, id, x, value, bits):
+        reports.append((np.asarray(key), int(id), *(np.asarray(one) for one in (x, value, bits))))
+
+    def compress(key, x, id=0, n=1):
+        message = compressor.compress(key, x, id, n)
+        jax.debug.callback(report, jax.random.key_data(key), id, x, *message)
+        return message
+
+    return compressor._replace(compress=compress)
+
+
+@cache
+def by_itself(compressor):
+    """`compress` of all clients in a program of its own."""
+    return jax.jit(jax.vmap(lambda key, x, id: compressor.compress(jax.random.wrap_key_data(key), x, id, N)))
+
+
+def check_reports(compressor, entries, reports):
+    """Every report of one round is what another program makes of x and what the encoder emits."""
+    keys, ids, xs, values, bits = (np.stack(column) for column in zip(*reports))
+    assert sorted(ids) == list(range(N))
+    again = by_itself(compressor)(keys, xs, ids)
+    np.testing.assert_array_equal(values, again.value)
+    assert values.dtype == xs.dtype
+    if entries is not None:
+        np.testing.assert_array_equal(np.count_nonzero(values, axis=1), entries)
+    client = int(np.argmax(bits))  # one that takes part
+    key = jax.random.wrap_key_data(keys[client])
+    sent = compressor.encode(key, jnp.asarray(xs[client]), int(ids[client]), N)
+    assert bits[client] == 8 * len(sent)
+    decoded = compressor.decode(key, sent, jnp.asarray(xs[client]), int(ids[client]), N)
+    np.testing.assert_array_equal(np.asarray(decoded), values[client])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_jitted_round_sends_what_compress_gives_for_what_it_was_handed(name, dtype):
+    (compressor, entries), reports = BY_NAME[name], []
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(loss), reporting(compressor, reports))
+    x, data = problem(dtype)
+    state, hparams = algorithm.init(x, jnp.arange(N)), ef_bv.HParams(0.05, 1.0, 0.3)
+    step = jax.jit(algorithm.step)
+    for _ in range(ROUNDS):
+        before = state.clients.shift
+        state, metrics = step(jax.random.key(3), hparams, state, data)
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+        sent = {id: (value, bits) for _, id, _, value, bits in reports}
+        values, bits = (np.stack([sent[i][part] for i in range(N)]) for part in (0, 1))
+        # The client keeps what it sent: h_i + 1 * d_i, one rounding.
+        np.testing.assert_array_equal(state.clients.shift, np.asarray(before) + values)
+        assert metrics.bits_up == pytest.approx(bits.mean(), rel=1e-6)
+        check_reports(compressor, entries, reports)
+        reports.clear()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
+def test_a_sketched_round_and_an_optax_step_send_likewise(dtype):
+    x, data = problem(dtype)
+    reports, compressor = [], compressors.comp(2, 40)
+    algorithm = sketched.sketched(jax.value_and_grad(loss), sketch=reporting(compressor, reports))
+    jax.block_until_ready(
+        jax.jit(algorithm.step)(jax.random.key(3), sketched.HParams(0.1), algorithm.init(x, jnp.arange(N)), data)
+    )
+    jax.effects_barrier()
+    check_reports(compressor, None, reports)
+    reports.clear()
+
+    aggregate = optax_face.ef_bv(reporting(compressor, reports), N, jax.random.key(5), lam=1.0, nu=1.0)
+
+    @jax.jit
+    def update(x, state, data):
+        return aggregate.update(jax.vmap(jax.grad(loss), (None, 0))(x, data), state, x)
+
+    jax.block_until_ready(update(x, aggregate.init(x), data))
+    jax.effects_barrier()
+    check_reports(compressor, 2, reports)
