@@ -10,6 +10,7 @@ A compressor sees a pytree as one vector, so that top_k(2) sends two numbers in 
 
 from commjax.compressors.certify import Certificate, ViolatedConstantError, certify
 from commjax.compressors.combined import rounded, scaled
+from commjax.compressors.format import WireFormatError, check
 from commjax.compressors.joint import m_nice, perm_k
 from commjax.compressors.lift import leafwise
 from commjax.compressors.quantized import dithering, natural, scaled_sign, ternary
@@ -18,7 +19,9 @@ from commjax.compressors.sparse import comp, identity, mix, rand_k, top_k
 __all__ = [
     "Certificate",
     "ViolatedConstantError",
+    "WireFormatError",
     "certify",
+    "check",
     "comp",
     "dithering",
     "identity",

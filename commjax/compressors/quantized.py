@@ -1,6 +1,7 @@
 """Compressors that keep every coordinate in fewer bits: natural compression, random dithering, scaled sign."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,27 @@ def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
     return max(0.0, d * envelope / c2)
 
 
+def _wide(dtype) -> np.dtype:
+    """The dtype of the norm and of the arithmetic: float32 for half precision, else x's own."""
+    return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
+
+
+def _rounded_at_random(value, uniform, dtype):
+    """Float32 values to one of the two nearest numbers of a half-precision dtype, without bias.
+
+    quantum  the distance of the neighbours of |value|, a power of two, so that every line but the draw is exact
+    up       with probability frac(|value| / quantum)
+    """
+    format = jnp.finfo(dtype)
+    exponent = jax.lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(0x7F800000)
+    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32) * jnp.float32(2.0**-format.nmant)
+    quantum = jnp.maximum(quantum, jnp.float32(max(float(format.smallest_subnormal), 2.0**-126)))
+    ratio = jnp.abs(value) / quantum
+    low = jnp.floor(ratio)
+    up = (uniform < ratio - low).astype(jnp.float32)
+    return (jnp.sign(value) * (low + up) * quantum).astype(dtype)
+
+
 def dithering(levels: int, norm: float = 2.0) -> Compressor:
     """Random dithering with s levels in the p-norm (QSGD at p = 2, TernGrad at s = 1 and p = inf).
 
@@ -85,8 +107,11 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
     One norm and d digits of base 2s + 1 are sent.  In U(omega), see `dithering_omega`: exact for s <= sqrt(d)/2 and p <= 2,
     and for p = inf, s = 1.
-    Precision: half-precision x is rounded at random in float32, for 7 bits of a uniform number cannot say "with probability
-    1e-3", and squares of float16 overflow.  The norm is sent in x's dtype: its rounding, up to 2^-9 in bf16, is a relative bias.
+    Precision: half-precision x is handled in float32, and the norm is sent in float32 (32 bits).  C(x)_j is then rounded to one of
+    its two neighbours in x's dtype, at random and without bias, with numbers that the receiver draws from the shared key.  So
+    eta = 0 holds to float32's rounding (2^-22) in every dtype.  In half precision the variance is that of U(omega + u^2 (1 + omega))
+    with u = 2^-8 in bfloat16 and 2^-11 in float16.
+    Holds if: |x|_p is a finite number of x's dtype.
 
     >>> round(dithering(1).constants(100).omega, 6)
     9.0
@@ -97,33 +122,43 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
     if not norm >= 1:
         raise ValueError(f"dithering: norm must be at least 1 (or inf), got {norm}")
 
-    @jax.jit
-    def dequantize(scale, level):
+    @partial(jax.jit, static_argnames="dtype")
+    def dequantize(scale, level, uniform, dtype):
         # Multiplications only, scalars first: XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
-        return level.astype(scale.dtype) * (scale * jnp.asarray(1 / levels, scale.dtype))
+        value = level.astype(scale.dtype) * (scale * jnp.asarray(1 / levels, scale.dtype))
+        return value if uniform is None else _rounded_at_random(value, uniform, dtype)
 
-    def quantize(key, x, id):
-        wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    def randomness(key, d, dtype, id):
+        """(key of the levels, uniform numbers of the second rounding: None where there is none)"""
+        key = jax.random.fold_in(key, id)
+        if _wide(dtype) == np.dtype(dtype):
+            return key, None
+        key_level, key_value = jax.random.split(key)
+        return key_level, jax.random.uniform(key_value, (d,), jnp.float32)
+
+    def quantize(key_level, x):
+        wide = x.astype(_wide(x.dtype))
         scale = jnp.linalg.norm(wide, ord=norm)
         relative = jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels
         low = jnp.floor(relative)
-        up = jax.random.uniform(jax.random.fold_in(key, id), x.shape, wide.dtype) < relative - low
+        up = jax.random.uniform(key_level, x.shape, wide.dtype) < relative - low
         # Rounding may put |x_j| / |x|_p an ulp above 1; the minimum is of integers, for s need not be a number of this dtype.
         level = jnp.minimum((low + up.astype(wide.dtype)).astype(jnp.int32), levels)
-        return scale.astype(x.dtype), jnp.sign(x).astype(jnp.int32) * level
+        return scale, jnp.sign(x).astype(jnp.int32) * level
 
     def compress(key, x, id, n):
-        return dequantize(*quantize(key, x, id))
+        key_level, uniform = randomness(key, x.size, x.dtype, id)
+        return dequantize(*quantize(key_level, x), uniform, np.dtype(x.dtype))
 
     def pack(key, x, id, n):
-        scale, level = quantize(key, x, id)
+        scale, level = quantize(randomness(key, x.size, x.dtype, id)[0], x)
         return wire.encode_values(np.asarray(scale)) + wire.encode_digits(np.asarray(level) + levels, 2 * levels + 1)
 
     def unpack(key, data, d, dtype, id, n):
-        size = np.dtype(dtype).itemsize
-        scale = wire.decode_values(data[:size], 1, dtype)[0]
+        size = _wide(dtype).itemsize
+        scale = wire.decode_values(data[:size], 1, _wide(dtype))[0]
         digits = wire.decode_digits(data[size:], d, 2 * levels + 1)
-        return dequantize(scale, digits - levels)
+        return dequantize(scale, digits - levels, randomness(key, d, dtype, id)[1], np.dtype(dtype))
 
     def law(x):
         scale = np.linalg.norm(x, ord=norm)
@@ -135,7 +170,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
     return on_vectors(
         f"dithering({levels},p={norm:g})",
         compress=compress,
-        bits=lambda key, d, dtype, id, n: value_bits(dtype) + wire.radix_bits(d, 2 * levels + 1),
+        bits=lambda key, d, dtype, id, n: value_bits(_wide(dtype)) + wire.radix_bits(d, 2 * levels + 1),
         pack=pack,
         unpack=unpack,
         constants=lambda d, n: independent(n, 0.0, dithering_omega(d, levels, norm)),

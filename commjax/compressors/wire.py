@@ -6,6 +6,7 @@ Every price is a function of shapes only, so that it can be charged inside jit; 
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 Bits = np.ndarray  # of 0 and 1, dtype uint8
+_MOST_RANKED = 64  # positions; the time to code a rank grows with their square
 
 
 class IndexCode(NamedTuple):
@@ -33,21 +35,31 @@ def low_bits(d: int, k: int) -> int:
     return max(0, (d // k).bit_length() - 1)
 
 
+@cache
 def index_code(d: int, k: int) -> IndexCode:
-    """The cheapest of fixed width, a bitmap and Elias-Fano; k = d needs nothing.
+    """The code for k positions below d.  It depends on d and k only, so no message names it.
 
-    >>> index_code(112, 1), index_code(112, 56).name, index_code(1_663_370, 16_634)
-    (IndexCode(name='fixed', bits=7), 'bitmap', IndexCode(name='elias-fano', bits=142429))
+    all: k = d, nothing is sent.
+    rank: up to 64 positions.  The number of the set among all C(d, k) sets: no code of whole bytes is shorter.
+    bitmap, elias-fano: more positions, the shorter of d and about k (2 + log2(d / k)) bits.  With float32 values the message
+    is at most 3.2 % longer than the information bound.
+
+    Args:
+        d: number of positions to choose from.
+        k: number of chosen positions, 1 <= k <= d.
+
+    Returns:
+        The name of the code and its length in bits.
+
+    >>> index_code(112, 1), index_code(112, 84), index_code(1_663_370, 16_634)
+    (IndexCode(name='rank', bits=7), IndexCode(name='bitmap', bits=112), IndexCode(name='elias-fano', bits=142429))
     """
     if k == d:
         return IndexCode("all", 0)
+    if k <= _MOST_RANKED:
+        return IndexCode("rank", (math.comb(d, k) - 1).bit_length())
     l = low_bits(d, k)
-    return min(
-        IndexCode("fixed", k * (d - 1).bit_length()),
-        IndexCode("bitmap", d),
-        IndexCode("elias-fano", k * l + k + -(-d >> l)),
-        key=lambda code: code.bits,
-    )
+    return min(IndexCode("bitmap", d), IndexCode("elias-fano", k * l + k + -(-d >> l)), key=lambda code: code.bits)
 
 
 def sparse_bits(d: int, k: int, value_bits: int) -> int:
@@ -83,6 +95,30 @@ def from_bytes(data: bytes, count: int) -> Bits:
     return bits[:count]
 
 
+def _rank(indices: np.ndarray) -> int:
+    """The number of an increasing set in the combinatorial number system: sum of C(index_j, j) over j = 1..k."""
+    return sum(math.comb(index, j) for j, index in enumerate(indices.tolist(), 1))
+
+
+def _unrank(rank: int, d: int, k: int) -> np.ndarray:
+    """Inverse of `_rank`: from the last position to the first, the largest one whose C(position, j) is at most the rest."""
+    if rank >= math.comb(d, k):
+        raise ValueError(f"an index field of {k} positions below {d} must be below {math.comb(d, k)}, got {rank}")
+    indices = np.zeros(k, np.int64)
+    for j in range(k, 0, -1):
+        # C(c, j) is about (c - (j - 1) / 2)^j / j!, so the first guess is a few steps off at most.
+        guess = j - 1
+        if rank > 0:
+            guess = max(guess, int(math.exp((math.log(rank) + math.lgamma(j + 1)) / j) + (j - 1) / 2))
+        size = math.comb(guess, j)
+        while size > rank:
+            size, guess = size * (guess - j) // guess, guess - 1
+        while (larger := math.comb(guess + 1, j) if size == 0 else size * (guess + 1) // (guess + 1 - j)) <= rank:
+            size, guess = larger, guess + 1
+        indices[j - 1], rank = guess, rank - size
+    return indices
+
+
 def encode_indices(indices: np.ndarray, d: int) -> bytes:
     """A sorted set of positions below d, in the code that `index_code` names."""
     indices = np.asarray(indices, np.int64)
@@ -90,8 +126,8 @@ def encode_indices(indices: np.ndarray, d: int) -> bytes:
     name, count = index_code(d, k)
     if name == "all":
         return b""
-    if name == "fixed":
-        return to_bytes(pack_integers(indices, (d - 1).bit_length()))
+    if name == "rank":
+        return _rank(indices).to_bytes(whole_bytes(count) // 8, "little")
     if name == "bitmap":
         bitmap = np.zeros(d, np.uint8)
         bitmap[indices] = 1
@@ -110,9 +146,9 @@ def decode_indices(data: bytes, d: int, k: int) -> np.ndarray:
     bits = from_bytes(data, count)
     if name == "all":
         return np.arange(d)
-    if name == "fixed":
-        indices = unpack_integers(bits, (d - 1).bit_length()).astype(np.int64)
-    elif name == "bitmap":
+    if name == "rank":
+        return _unrank(int.from_bytes(data, "little"), d, k)
+    if name == "bitmap":
         indices = np.flatnonzero(bits)
     else:
         l = low_bits(d, k)
