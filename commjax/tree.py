@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
 Scalar = float | int | Shaped[Array, ""]
 
@@ -109,6 +109,32 @@ def once(a: PyTree) -> PyTree:
     if not jax.tree.leaves(a):
         return a
     return jax.lax.platform_dependent(a, cpu=_stored, default=jax.lax.optimization_barrier)
+
+
+def ordered_sum(x: Float[Array, "d"]) -> Float[Array, ""]:
+    """The sum of a vector, with additions in one order in every program, so that it has the same bits in all of them.
+
+    `jnp.sum` adds in the order that suits the loop it is fused into: a sender and a receiver that compile different programs may
+    then compute two norms of one vector.
+
+    Args:
+        x: the vector.
+
+    Returns:
+        Its sum, in its dtype.
+
+    >>> ordered_sum(jnp.arange(5.0)).item()
+    10.0
+    """
+    lanes = max(1, math.isqrt(x.size))
+    rows = -(-x.size // lanes)
+    table = once(jnp.pad(x, (0, rows * lanes - x.size)).reshape(rows, lanes))
+
+    def total(vectors: Array) -> Array:
+        start = varying_like(jnp.zeros_like(vectors[0]), vectors)
+        return jax.lax.fori_loop(0, len(vectors), lambda i, so_far: so_far + vectors[i], start)
+
+    return total(total(table))
 
 
 def _stored(a: PyTree) -> PyTree:

@@ -11,8 +11,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # On Intel CPUs that advertise AMX, torch's bfloat16 products die with an illegal instruction.  It reads this when it is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
-import jax  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax
+from jaxtyping import install_import_hook
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

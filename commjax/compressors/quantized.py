@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from commjax import tree
 from commjax.base import Compressor, Constants
 from commjax.compressors import laws, wire
 from commjax.compressors.lift import check_count, from_value, independent, on_vectors, value_bits
@@ -84,6 +85,17 @@ def _wide(dtype) -> np.dtype:
     return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
 
 
+def _norm(x, p: float):
+    """|x|_p; for p in {1, 2, inf} with the same bits in every program"""
+    if math.isinf(p):
+        return jnp.max(jnp.abs(x))
+    if p == 1:
+        return tree.ordered_sum(jnp.abs(x))
+    if p == 2:
+        return jnp.sqrt(tree.ordered_sum(x * x))
+    return tree.ordered_sum(jnp.abs(x) ** p) ** (1 / p)
+
+
 def _rounded_at_random(value, uniform, dtype):
     """Float32 values to one of the two nearest numbers of a half-precision dtype, without bias.
 
@@ -111,7 +123,8 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
     its two neighbours in x's dtype, at random and without bias, with numbers that the receiver draws from the shared key.  So
     eta = 0 holds to float32's rounding (2^-22) in every dtype.  In half precision the variance is that of U(omega + u^2 (1 + omega))
     with u = 2^-8 in bfloat16 and 2^-11 in float16.
-    Holds if: |x|_p is a finite number of x's dtype.
+    Holds if: |x|_p is a finite number of x's dtype.  Sender and simulation compute the same bits for p in {1, 2, inf}; for another
+    p two programs may round a power differently.
 
     >>> round(dithering(1).constants(100).omega, 6)
     9.0
@@ -125,7 +138,8 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
     @partial(jax.jit, static_argnames="dtype")
     def dequantize(scale, level, uniform, dtype):
         # Multiplications only, scalars first: XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
-        value = level.astype(scale.dtype) * (scale * jnp.asarray(1 / levels, scale.dtype))
+        step = tree.once(scale * jnp.asarray(1 / levels, scale.dtype))
+        value = tree.once(level.astype(scale.dtype) * step)
         return value if uniform is None else _rounded_at_random(value, uniform, dtype)
 
     def randomness(key, d, dtype, id):
@@ -138,8 +152,8 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
     def quantize(key_level, x):
         wide = x.astype(_wide(x.dtype))
-        scale = jnp.linalg.norm(wide, ord=norm)
-        relative = jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels
+        scale = _norm(wide, norm)
+        relative = tree.once(jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels)
         low = jnp.floor(relative)
         up = jax.random.uniform(key_level, x.shape, wide.dtype) < relative - low
         # Rounding may put |x_j| / |x|_p an ulp above 1; the minimum is of integers, for s need not be a number of this dtype.
@@ -194,7 +208,8 @@ def scaled_sign() -> Compressor:
     """
 
     def compress(key, x, id, n):
-        scale = jnp.mean(jnp.abs(x))
+        total = tree.ordered_sum(jnp.abs(x).astype(_wide(x.dtype)))
+        scale = tree.once((total * jnp.asarray(1 / x.size, total.dtype)).astype(x.dtype))
         return jnp.where(x < 0, -scale, scale)
 
     def pack(key, value, id, n):

@@ -11,7 +11,6 @@ from tests import registry
 from tests.conformance.test_algorithms import ALL, KEY, close, trajectory
 from tests.registry import build
 
-
 mesh = cache(parallel.client_mesh)
 WAYS = {
     "shard_map": lambda algorithm, devices: parallel.shard_step(algorithm, mesh(devices)),
