@@ -121,10 +121,14 @@ def _type(value: Any) -> str:
     return _name(kind) if hasattr(kind, "_fields") else _shown(value)
 
 
+def typed_key(key: Any) -> bool:
+    """Whether this is a key of `jax.random.key`, or an array of them."""
+    return hasattr(key, "dtype") and bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+
+
 def key_of(key: Any, swept: bool = False) -> None:
     """TypeError unless `key` is a typed key, or with `swept` a row of them."""
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or key.ndim != int(swept):
+    if not typed_key(key) or key.ndim != int(swept):
         allowed = "a row of keys, jax.random.split(key, number)" if swept else "one key, jax.random.key(seed)"
         raise TypeError(f"key must be {allowed}, got {_shown(key)}")
 

@@ -266,7 +266,7 @@ def loop(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    swept = getattr(key, "ndim", 0) == 1
+    swept = checks.typed_key(key) and key.ndim == 1
     if at_once is not None and not (swept and at_once >= 1):
         raise ValueError(f"at_once={at_once}; allowed: at least 1, with an array of keys")
     many = check_sweep(hparams, key) if swept else 0

@@ -89,7 +89,7 @@ def fedcr_layers(
         params = {**server.params, "body": tree.add(server.params["body"], move["body"])}
         total = clients.mean(tree.scale(members, experts), axis_name, here.weights)
         bits = ledger(plan, server, cut)
-        up, down = (jnp.asarray(bits[way], losses.dtype)[present.row] for way in ("up", "down"))
+        up, down = (jnp.asarray(bits[way], jnp.zeros(()).dtype)[present.row] for way in ("up", "down"))
         loss, up, down = clients.mean((losses, up, down), axis_name, here.weights)
         new = Server(server.round + 1, params, fedcr.known(hparams, server.classes, total))
         share = members / n
