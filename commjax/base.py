@@ -30,7 +30,11 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one round reports.  Bits are per round; the host adds them up in float64 (`commjax.records`)."""
+    """What one round reports.  Bits are per round; the host adds them up in float64 (`commjax.records`).
+
+    Bits are numbers of the default float dtype: without `jax_enable_x64` they are rounded above 2^24.  They are a report only.  What a
+    server accepts or refuses depends on `Compressor.length` and on the bytes that arrived, which are exact integers.
+    """
 
     loss: Shaped[Array, "..."]  # mean client loss at the params with which the round began
     bits_up: Shaped[Array, "..."]  # sent by one client in this round, mean over clients
@@ -38,7 +42,7 @@ class Metrics(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A vector (or pytree) as the receiver sees it, and its price: exactly 8 * len(encode(...)) bits."""
+    """A vector (or pytree) as the receiver sees it, and its bits: 8 * len(encode(...)), as a float (see `Metrics`)."""
 
     value: PyTree
     bits: Shaped[Array, "..."]
@@ -76,6 +80,19 @@ class Compressor(NamedTuple):
     # (xs: np.ndarray [n, d]) -> (probabilities [m], values [m, n, d]): the exact joint law, for small d and n, on the host
     outcomes: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
     absence: bool = False  # is "nothing was sent, 0 is assumed" one of its outcomes?  Then a client may stay away
+    # (key, like, id=0, n=1) -> len(encode(key, x, id, n)) for every x like `like`, an exact int, on the host
+    length: Callable[..., int] | None = None
+
+
+class Reducer(NamedTuple):
+    """How the server makes one message of many, where that is not their mean (`commjax.robust`).
+
+    `reduce(rows, present)` takes a pytree whose leaves have a leading axis of messages, and a bool for each message that says whether
+    it counts; it returns a pytree without that axis.
+    """
+
+    name: str
+    reduce: Callable[[PyTree, Shaped[Array, "n"]], PyTree]
 
 
 class Round(NamedTuple):
@@ -143,6 +160,18 @@ class Exchange(NamedTuple):
     commit: Callable[..., Any] | None = (
         None  # (hparams, server, client) -> client, at the letter after a message that was counted
     )
+    reduce: Reducer | None = None  # of the messages that `server_step` gets; None: their mean
+
+
+class Spec(NamedTuple):
+    """What an algorithm takes, so that a run can refuse everything else before it begins (`commjax.checks`)."""
+
+    hparams: type
+    server: type  # of `State.server`
+    client: type  # of `State.clients`
+    check: Callable[
+        [Any, int], None
+    ]  # (hparams, n): a ValueError for a value that is not allowed; traced values are skipped
 
 
 class Algorithm(NamedTuple):
@@ -155,3 +184,4 @@ class Algorithm(NamedTuple):
     init: InitFn
     step: StepFn
     exchange: Exchange | None = None  # the halves of `step`, where it has such
+    spec: Spec | None = None  # None: nothing is known of its hparams and state

@@ -8,7 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from commjax.base import Algorithm, Codec, Compressor, Exchange, InitFn, Key, Message, Metrics, Round, State
+from commjax.base import (
+    Algorithm,
+    Codec,
+    Compressor,
+    Exchange,
+    InitFn,
+    Key,
+    Message,
+    Metrics,
+    Reducer,
+    Round,
+    Spec,
+    State,
+)
+from commjax.checks import checked_init
 
 
 class PaddedAxis(str):
@@ -47,6 +61,82 @@ def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"]
         return local if axis_name is None else jax.lax.pmean(local, axis_name)
 
     return jax.tree.map(one, rows)
+
+
+def acceptable(row: PyTree) -> Bool[Array, ""]:
+    """Whether a server may use a message: its numbers are finite, and so are their squares (in float32 at least).
+
+    The bound on a number is the square root of the largest one: 1.8e19 for float32 and bfloat16 messages, 1.3e154 for float64; a
+    float16 message only has to be finite.  Sums and squares of accepted messages therefore stay finite.
+
+    >>> bool(acceptable(jnp.array([1.0, -1e18]))), bool(acceptable(jnp.array([1e300]))), bool(acceptable(jnp.array(jnp.nan)))
+    (True, False, False)
+    """
+
+    def one(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jnp.ones((), bool)
+        return jnp.all(jnp.abs(leaf) <= jnp.asarray(largest(leaf.dtype), leaf.dtype))  # NaN is not
+
+    return jnp.all(jnp.stack([one(leaf) for leaf in jax.tree.leaves(row)] or [jnp.ones((), bool)]))
+
+
+def largest(dtype: Any) -> float:
+    """The largest magnitude that `acceptable` allows in a message of this dtype."""
+    wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
+    return min(float(jnp.finfo(dtype).max), float(jnp.finfo(wide).max) ** 0.5)
+
+
+def gathered(rows: PyTree, axis_name: str | None = None) -> PyTree:
+    """The rows of all devices, on every device.  A sum of rows in their places: `shard_map` knows that it is the same everywhere."""
+    if axis_name is None:
+        return rows
+    devices, at = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+    def one(leaf: Array) -> Array:
+        wide = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
+        mine = (jnp.arange(devices, dtype=jnp.int32) == at).reshape(-1, *[1] * leaf.ndim)
+        placed = jnp.where(mine, wide[None], jnp.zeros((), wide.dtype))
+        return jax.lax.psum(placed, axis_name).reshape(-1, *leaf.shape[1:]).astype(leaf.dtype)
+
+    return jax.tree.map(one, rows)
+
+
+def reduced(
+    reducer: Reducer | None,
+    rows: PyTree,
+    losses: Shaped[Array, "n"],
+    axis_name: str | None = None,
+    weights: Shaped[Array, "n"] | None = None,
+) -> tuple[PyTree, Array]:
+    """Up: one message of all, and the mean loss.
+
+    Args:
+        reducer: None is the mean.  With another one, messages that are not `acceptable` are left out, and so are their losses.
+        rows: the messages, with a leading axis of clients.
+        losses: one for each message.
+        axis_name: the device axis; a reducer gets the rows of all devices, which costs n messages of traffic instead of one.
+        weights: of `mean`; a message of weight 0 is that of a client that takes no part.
+
+    Returns:
+        The message and the loss, the same on all devices.
+    """
+    if reducer is None:
+        return mean((rows, losses), axis_name, weights)
+    counts = real(len(losses), axis_name) & jax.vmap(acceptable)(rows)
+    counts = counts if weights is None else counts & (weights > 0)
+    clean = jax.tree.map(lambda leaf: jnp.where(_column(counts, leaf), leaf, jnp.zeros((), leaf.dtype)), (rows, losses))
+    (values, losses), counts = gathered((clean, counts), axis_name)
+    number = jnp.sum(counts).astype(losses.dtype)
+    return reducer.reduce(values, counts), jnp.sum(losses) / number
+
+
+def next_round(before: Any, after: Any) -> Any:
+    """`after` in the round that follows that of `before`, whatever a method's `server_step` makes of it.
+
+    The core counts rounds, since every key of a round comes from that number.
+    """
+    return after._replace(round=before.round + 1)
 
 
 def mean_price(
@@ -198,6 +288,9 @@ def federated(
     down: tuple[str, ...] = ("params",),
     private: bool = False,
     letter: Codec | None = None,
+    reply: Codec | None = None,
+    reduce: Reducer | None = None,
+    spec: Spec | None = None,
 ) -> Algorithm:
     """A method that exchanges once a round.
 
@@ -207,13 +300,24 @@ def federated(
 
     The message is `round.send(x)`: C(x), or x itself without a `compressor`.  `down` names the fields of `server` that a
     client may read, besides `round`; a method that keeps to both can leave the simulation (`commjax.flower`).  `private`: its
-    noise comes from `round.own_key`, which is then a secret of the client.  `letter`: what each client is sent, where that is not all of `down`.
+    noise comes from `round.own_key`, which is then a secret of the client.  `letter`: what each client is sent, where that is not all of
+    `down`; `reply`: what it sends, where that is neither the compressor's encoding nor like `down`.  `reduce`: a robust reducer instead of
+    the mean (`commjax.robust`).  `spec`: what the method takes, for `commjax.checks`.
+
+    `server_step` need not touch `server.round`: the core sets it to the next one.
 
     The client axis is a `vmap` (or `over`, see `one_by_one`); devices are an `axis_name`.  With `cohort_size` m, m clients
     drawn at random take part in a round; the messages and the loss are averaged over them, bits over all n clients.
     """
     check_cohort(cohort_size)
-    exchange = Exchange(client_step, server_step, bits_down, down, compressor, cohort_size, private, letter)
+    if reduce is not None and compressor is not None and compressor.absence:
+        raise ValueError(
+            f"reduce={reduce.name}: under {compressor.name} clients that are not drawn send 0, and {reduce.name} would take these for "
+            "messages; allowed: a compressor with which every client sends, or reduce=None"
+        )
+    exchange = Exchange(
+        client_step, server_step, bits_down, down, compressor, cohort_size, private, letter, reply, reduce=reduce
+    )
 
     def step(key, hparams, state, batch, *, axis_name=None):
         check_rows(batch, len(state.clients.id))
@@ -228,11 +332,11 @@ def federated(
             return client_step(round, hparams, received, client, data)
 
         rows, message, loss = over(one)(here.take(state.clients), here.take(batch))
-        value, loss = mean((message.value, loss), axis_name, here.weights)
+        value, loss = reduced(reduce, message.value, loss, axis_name, here.weights)
         bits = mean_price(message.bits, axis_name, here.weights)
-        server = server_step(hparams, state.server, value)
+        server = next_round(state.server, server_step(hparams, state.server, value))
         share = (n if cohort_size is None else cohort_size) / n
         down = jnp.asarray(share * bits_down(state.server), bits.dtype)
         return State(server, here.put(state.clients, rows)), Metrics(loss, share * bits, down)
 
-    return Algorithm(init, step, exchange)
+    return Algorithm(checked_init(init), step, exchange, spec)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax import agreement, checkpoint, clients
+from commjax import agreement, checkpoint, checks, clients
 from commjax.base import Algorithm, Exchange, InitFn, Key, State
 from commjax.runner import BatchFn, full_batch
 
@@ -34,6 +34,8 @@ def halves(contract: Contract) -> Exchange:
     exchange = contract.algorithm.exchange
     if exchange is None:
         raise ValueError("algorithm must exchange once a round (clients.federated); this one has no exchange")
+    checks.key_of(contract.key)
+    checks.hparams_of(contract.algorithm, contract.hparams, contract.n)
     if exchange.letter is None:
         server = jax.eval_shape(partial(start, contract), jnp.arange(contract.n)).server
         priced, sent = float(exchange.bits_down(server)), clients.dense_bits(received_fields(exchange, server))

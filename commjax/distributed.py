@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from commjax import checkpoint as checkpoints
-from commjax import parallel, runner
+from commjax import checks, parallel, runner
 from commjax.base import Algorithm, Key, Params, State
 from commjax.records import Record, environment
 
@@ -188,7 +188,7 @@ def _identity(key, algorithm, hparams, state, data, n, batch_fn) -> dict[str, st
 
     abstract = State(shape(state.server, False), shape(state.clients, True))
     strong = jax.tree.map(np.asarray, hparams)
-    traced = runner.run.trace(key, algorithm, strong, abstract, shape(data, True), 1, batch_fn)
+    traced = runner.compiled_run.trace(key, algorithm, strong, abstract, shape(data, True), 1, batch_fn)
     local = [
         np.concatenate(
             [np.asarray(one.data) for one in sorted(leaf.addressable_shards, key=lambda one: one.index[0].start or 0)]
@@ -220,8 +220,9 @@ def loop(
     progress: bool = True,
 ) -> tuple[State, Record]:
     """`runner.loop` on the devices of all processes; process 0 reads and writes the checkpoint, and has the whole record."""
-    if chunk < 1 or num_rounds < 0:
-        raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    checks.entry(key, algorithm, hparams, state, num_rounds, n=n)
     _check_rows("state", state.clients, n, mesh)
     _check_rows("data", data, n, mesh)
     first, history, identity = jax.process_index() == 0, {}, {}
@@ -238,9 +239,9 @@ def loop(
         raise ValueError(f"num_rounds is {num_rounds}, but {checkpoint or 'the state'} is in round {done} already")
     while done < num_rounds:
         length = min(chunk, num_rounds - done)
-        state, metrics = parallel.run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
+        state, metrics = parallel.compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
         found = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
-        bad = runner._first_bad_round(found, state, done)  # the same on all processes: the server is replicated
+        bad = runner.first_bad_round(found, state, done)  # the same on all processes: the server is replicated
         if bad is not None:
             kept = f"; {checkpoint} is that of round {done}" if checkpoint and history else ""
             raise runner.DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")

@@ -9,6 +9,12 @@ method writes them itself, client by client (`Exchange.letter` and `reply`).  Bo
 for bit.  A client commits a round only when the server's next letter says that its message was counted: a reply that came too late
 changes nothing on either side.
 
+A message whose numbers are not finite, or so large that sums and squares of them would not be (`clients.acceptable`), is refused like one
+that did not come: by the server with the client and the round, by the client with the round.  A step of the server that does not end in
+finite params is a `DivergedError`, and the server that was given stays the last good one.
+
+With a reducer of `commjax.robust` the server reduces the messages that it accepted, however many clients are absent.
+
 Privacy.  Everybody knows the contract's key, so a method that hides data behind noise (`Exchange.private`: LDP-FedP3) must not draw it
 from there.  A client draws a new secret key from the operating system for every answer and forgets it; nobody can compute the rows
 and the noise of a round, not even the client later.  It answers each of `Contract.rounds` rounds once, so that a server
@@ -28,10 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax import clients
+from commjax import checks, clients
 from commjax.base import Exchange, Key, Message, Round
 from commjax.compressors import wire
 from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
+from commjax.compressors.lift import payload_bytes
 from commjax.contract import (
     Contract,
     fingerprint,
@@ -43,12 +50,15 @@ from commjax.contract import (
     received_fields,
     start,
 )
-from commjax.runner import BatchFn
+from commjax.runner import BatchFn, DivergedError
 
 __all__ = [
     "AbsentError", "Contract", "Memory", "Report", "answer", "close", "fingerprint", "first_memory", "halves", "letters", "members",
     "start",
 ]  # fmt: skip
+
+
+_LAST_ROUND = 2**31 - 1  # `server.round` is an int32
 
 
 class AbsentError(RuntimeError):
@@ -76,7 +86,7 @@ class Report(NamedTuple):
 
 @cache
 def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
-    """Four compiled functions: the client before and after it sends, the server's step, the length of a message."""
+    """Three compiled functions: the client before and after it sends, and the server's step."""
 
     def client_side(send, keys, hparams, server, row, data):
         key_step, key_batch = (jax.random.fold_in(key, server.round) for key in keys[:2])
@@ -109,15 +119,12 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
     @jax.jit
     def step(key, hparams, server, ids, values):
         if exchange.joined is not None:
-            return exchange.joined(key, hparams, server, ids, values)
+            return clients.next_round(server, exchange.joined(key, hparams, server, ids, values))
         assert exchange.server_step is not None
-        return exchange.server_step(hparams, server, clients.mean(values))
+        value, _ = clients.reduced(exchange.reduce, values, jnp.zeros(len(ids)))
+        return clients.next_round(server, exchange.server_step(hparams, server, value))
 
-    @jax.jit
-    def price(key, like, id):
-        return clients.message_of(exchange, key, like, id, n).bits
-
-    return before, after, step, price
+    return before, after, step
 
 
 def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
@@ -174,6 +181,8 @@ def answer(
     header, payload = unseal(letter, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
     if header.client != id:
         raise RefusedError(f"foreign: a letter to client {header.client}, this is client {id}")
+    if header.round > _LAST_ROUND:
+        raise RefusedError(f"malformed: client {id} was asked for round {header.round}; allowed: 0 to {_LAST_ROUND}")
     if exchange.private:
         secret = _new_secret() if secret is None else secret
         if not max(memory.last, memory.pending_round) < header.round < (contract.rounds or 0):
@@ -192,6 +201,7 @@ def answer(
             received = exchange.letter.read(key, payload, first.server, id, contract.n)
     except ValueError as error:
         raise RefusedError(f"malformed: {error}") from error
+    _refuse_numbers(f"the download of round {header.round} to client {id}", received)
     fields = dict(zip(exchange.down, (received,) if len(exchange.down) == 1 else received))
     blank = type(first.server)(*(None for _ in first.server))
     server = blank._replace(round=jnp.asarray(header.round, first.server.round.dtype), **fields)
@@ -202,7 +212,7 @@ def answer(
         row = _commit(exchange)(contract.hparams, server, row)
         memory = memory._replace(row=wire.encode_tree(row))
 
-    before, after, _, _ = _programs(exchange, contract.n, contract.batch_fn)
+    before, after, _ = _programs(exchange, contract.n, contract.batch_fn)
     everything = ((*keys_of(contract), secret), contract.hparams, server, row, data)
     x, loss, new = before(*everything)
     if exchange.reply is not None:
@@ -218,15 +228,44 @@ def answer(
     return memory._replace(pending=pending, pending_round=header.round), reply
 
 
+def _refuse_numbers(what: str, received: PyTree) -> None:
+    """RefusedError for numbers that are not finite or above `clients.largest` of their dtype"""
+    for leaf in map(np.asarray, jax.tree.leaves(received)):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        most = clients.largest(leaf.dtype)
+        wrong = ~(np.abs(leaf.astype(np.float64)) <= most)
+        if wrong.any():
+            raise RefusedError(
+                f"{what} has {int(wrong.sum())} of {leaf.size} numbers that are not finite or too large, such as "
+                f"{float(leaf[wrong][0])}; allowed: magnitudes up to {most:.3g}"
+            )
+
+
+def longest_reply(contract: Contract, server: Any, id: int) -> int:
+    """Bytes of the payload that a client sends in this round: an exact integer at any size.
+
+    Args:
+        contract: of the run.
+        server: at the beginning of the round; shapes and dtypes of what it sends are enough.
+        id: of the client.
+
+    Returns:
+        The number of bytes; for a compressor without `length`, an upper bound.
+    """
+    exchange, like = halves(contract), received_fields(halves(contract), server)
+    if exchange.reply is not None:
+        return int(exchange.reply.bits(server, id)) // 8
+    if exchange.compressor is None:
+        return clients.dense_bits(like) // 8
+    return payload_bytes(exchange.compressor, key_round(contract, int(server.round)), like, id, contract.n)
+
+
 def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> tuple[PyTree, float, int]:
     """(value, loss, payload bytes) of a reply, or a ValueError"""
     exchange, round = halves(contract), int(server.round)
     like, key = received_fields(exchange, server), key_round(contract, round)
-    if exchange.reply is not None:
-        bits = exchange.reply.bits(server, id)
-    else:
-        bits = _programs(exchange, contract.n, contract.batch_fn)[3](key, like, id)
-    header, payload = unseal(reply, kind="up", run=run, limit=int(bits) // 8)
+    header, payload = unseal(reply, kind="up", run=run, limit=longest_reply(contract, server, id))
     if (header.client, header.round) != (id, round):
         raise RefusedError(f"foreign: from client {header.client} in round {header.round}, not {id} in {round}")
     if exchange.reply is not None:
@@ -235,6 +274,9 @@ def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> t
         value = wire.decode_tree(payload, like)
     else:
         value = exchange.compressor.decode(key, payload, like, id, contract.n)
+    _refuse_numbers("the message", value)
+    if not (exchange.private or math.isfinite(header.loss)):
+        raise RefusedError(f"the loss it reports is {header.loss}; allowed: finite")
     return value, header.loss, len(payload)
 
 
@@ -243,8 +285,18 @@ def close(
 ) -> tuple[Any, Report]:
     """The server's part: open every reply, average, step.  `reasons`: why the others sent nothing.
 
-    A reply that is refused counts as none.  Where absence belongs to the compressor's law (`m_nice`), 0 stands in for it, as for
-    a client that was not drawn, and h = mean_i h_i still holds; elsewhere it is an `AbsentError`.
+    A reply that is refused counts as none, and so does one with numbers that are not finite or too large.  Where absence belongs to
+    the compressor's law (`m_nice`), 0 stands in for it, as for a client that was not drawn, and h = mean_i h_i still holds.  With a
+    robust reducer (`Exchange.reduce`) it is left out.  Elsewhere it is an `AbsentError`.
+
+    Args:
+        contract: of the run.
+        server: at the beginning of the round.
+        replies: the sealed bytes of each client that answered, by id.
+        reasons: why the others sent nothing, by id.
+
+    Returns:
+        The next server, and a report.  `DivergedError` if its params are not finite; `server` is then the last good one.
     """
     exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
     asked = members(contract, round)
@@ -256,16 +308,21 @@ def close(
                 opened[i] = _open(contract, run, server, i, replies[i])
             except ValueError as error:
                 absent[i] = str(error)
-    if absent and not (exchange.compressor and exchange.compressor.absence and opened):
+    robust = exchange.reduce is not None
+    if absent and not (opened and (robust or (exchange.compressor and exchange.compressor.absence))):
         who = "; ".join(f"client {i}: {why}" for i, why in sorted(absent.items()))
         name = exchange.compressor.name if exchange.compressor else "an uncompressed message"
         raise AbsentError(f"round {round}: {who}.  {name} has no theory for an absent client; compressors.m_nice has")
     nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), received_fields(exchange, server))
-    values = [opened[i][0] if i in opened else nothing for i in asked]
+    counted = [i for i in asked if i in opened] if robust else asked
+    values = [opened[i][0] if i in opened else nothing for i in counted]
     stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *values)
     step = _programs(exchange, contract.n, contract.batch_fn)[2]
     down = sum(price_down(exchange, server, i) for i in asked) / contract.n
-    return step(keys_of(contract)[0], contract.hparams, server, jnp.asarray(asked, jnp.int32), stacked), Report(
+    after = step(keys_of(contract)[0], contract.hparams, server, jnp.asarray(counted, jnp.int32), stacked)
+    if not checks.finite_tree(after.params):
+        raise DivergedError(f"the server's params are not finite after round {round} with {contract.hparams}")
+    return after, Report(
         loss=float(np.mean([loss for _, loss, _ in opened.values()])),
         bits_up=8 * sum(size for _, _, size in opened.values()) / contract.n,
         bits_down=down,

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from commjax import checkpoint, clients, tree
+from commjax import checkpoint, checks, clients, tree
 from commjax.base import Algorithm, Key, Message, Metrics, Params, Round
+from commjax.runner import DivergedError
 
 Draw = Callable[[Key, int, int, int], np.ndarray]
 
@@ -140,6 +141,11 @@ def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
             "algorithm: neither cohorts of its own nor a compressor; absent clients would break its invariant.  Allowed: "
             "methods built with cohort=m, and those with a compressor"
         )
+    if own is None and exchange.reduce is not None:
+        raise ValueError(
+            f"algorithm: {exchange.reduce.name} of a cohort of the compressor would not count the absent clients, who send 0; allowed: "
+            "methods built with cohort=m, or reduce=None"
+        )
     if own is not None and size not in (None, own):
         raise ValueError(f"size={size}, but the algorithm was built with cohort={own}")
     found = own if own is not None else size
@@ -149,10 +155,11 @@ def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
 
 
 @cache
-def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callable[..., tuple[Any, Any, Metrics]]:
-    """(key, hparams, server, rows, batch) -> (server, rows, metrics), where rows (with their ids) and batch are the cohort's.
+def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callable[..., tuple[Any, Any, Metrics, Any]]:
+    """(key, hparams, server, rows, batch) -> (server, rows, metrics, accepted), where rows (with their ids) and batch are the cohort's.
 
-    The loss is the mean over the cohort; bits are means over all n clients.
+    The loss is the mean over the cohort; bits are means over all n clients.  `accepted` says of each member whether its message is
+    `clients.acceptable`, and its loss finite.
     """
     m, joint = _size(algorithm, n, size)
     exchange = algorithm.exchange
@@ -171,10 +178,12 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
             return exchange.client_step(Round(key_round, client.id, n, send, run=key), hparams, server, client, data)
 
         rows, (value, bits), loss = jax.vmap(one)(rows, batch)
-        value = clients.mean(value)
+        accepted = jax.vmap(clients.acceptable)(value) & jnp.isfinite(loss)
+        value, loss = clients.reduced(exchange.reduce, value, loss)
         value = tree.scale(m / n, value) if joint else value  # the others sent 0
         down = jnp.asarray(m / n * exchange.bits_down(server), bits.dtype)
-        return server_step(hparams, server, value), rows, Metrics(jnp.mean(loss), m / n * jnp.mean(bits), down)
+        after = clients.next_round(server, server_step(hparams, server, value))
+        return after, rows, Metrics(loss, m / n * jnp.mean(bits), down), accepted
 
     return jax.jit(step)
 
@@ -192,18 +201,25 @@ def run(
     """`num_rounds` rounds; `fetch(ids)` gives the cohort's data with a leading axis, from wherever it is.
 
     The second result has one float64 entry a round.  What happens in round t depends on (key, t) only, as in `runner.run`.  An error
-    or an interrupt on the way is a `StoppedError`, which has the federation as it is then.
+    or an interrupt on the way is a `StoppedError`, which has the federation as it is then.  So is a member's message that is not finite
+    or absurdly large (`clients.acceptable`), and a model that is not finite: the cause is a `DivergedError` that names the clients and
+    the round, and that round is not written.  A robust reducer leaves such messages out instead.
     """
     server, store, n, folder = federation
     m, _ = _size(algorithm, n, size)
     _check_independent(algorithm, server, n)
+    checks.key_of(key)
+    checks.rounds_of(num_rounds)
+    checks.server_of(algorithm, server)
+    checks.hparams_of(algorithm, hparams, n)
     step = cohort_step(algorithm, n, size)
     first, seen, writing = int(server.round), [], None
     try:
         for number in range(first, first + num_rounds):
             ids = draw(key, number, n, m)
             rows = jax.tree.map(lambda leaf, ids=ids: leaf[ids], store)._replace(id=ids)
-            after, rows, metrics = step(key, hparams, server, rows, fetch(ids))
+            after, rows, metrics, accepted = step(key, hparams, server, rows, fetch(ids))
+            _check_finite(algorithm, number, ids[~np.asarray(accepted)], after)
             rows = jax.device_get(rows._replace(id=()))
             _log(federation, after, ids, rows)
             writing = (ids, rows, after, metrics)
@@ -219,6 +235,17 @@ def run(
         stopped.federation, stopped.metrics = Federation(server, store, n, folder), _columns(seen)
         raise stopped from error
     return Federation(server, store, n, folder), _columns(seen)
+
+
+def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after: Any) -> None:
+    """DivergedError for messages that a server would refuse, unless a reducer left them out, and for params that are not finite"""
+    assert algorithm.exchange is not None
+    if len(refused) and algorithm.exchange.reduce is None:
+        raise DivergedError(
+            f"round {number}: the messages or losses of clients {refused.tolist()} are not finite or too large (clients.acceptable)"
+        )
+    if not checks.finite_tree(after.params):
+        raise DivergedError(f"round {number}: the server's params are not finite")
 
 
 def _columns(seen: list[Metrics]) -> Metrics:

@@ -85,7 +85,7 @@ def ef_bv(
 
     def update(grads, state, params=None, **extra):
         server, rows = state
-        _check(grads, clients.count(rows.id, axis_name), n, axis_name)
+        _check(grads, n, axis_name, like=rows.shift)
         key_round = jax.random.fold_in(key, server.round)
 
         def one(client, grad):
@@ -114,11 +114,11 @@ def compressed_mean(compressor: Compressor, n: int, key: Key, axis_name: str | N
         return Sent(jnp.zeros((), jnp.int32), jnp.zeros(()))
 
     def update(grads, state, params=None, **extra):
+        _check(grads, n, axis_name, params=params)
         local = len(jax.tree.leaves(grads)[0])
         ids = jnp.arange(local, dtype=jnp.int32)
         if axis_name is not None:
             ids = ids + jax.lax.axis_index(axis_name) * local
-        _check(grads, clients.count(ids, axis_name), n, axis_name)
         key_round = jax.random.fold_in(key, state.round)
         messages = _over(lambda id, grad: compressor.compress(key_round, grad, id, n), local)(ids, grads)
         g, bits = clients.mean(messages, axis_name)
@@ -142,6 +142,7 @@ def per_client(transformation: optax.GradientTransformation, n: int) -> Transfor
         return State((), jax.vmap(transformation.init)(tree.repeat(params, n)))
 
     def update(grads, state, params=None, **extra):
+        _check(grads, n, None, params=params)
         grads, rows = jax.vmap(lambda grad, row: transformation.update(grad, row, params))(grads, state.clients)
         return grads, State((), rows)
 
@@ -176,12 +177,24 @@ def _over(one, local: int):
     return lambda *rows: _rows(one(*jax.tree.map(lambda leaf: leaf[0], rows)))
 
 
-def _check(grads: PyTree, found: int, n: int, axis_name: str | None) -> None:
-    lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(grads)}
+def _check(
+    grads: PyTree, n: int, axis_name: str | None, *, like: PyTree | None = None, params: PyTree | None = None
+) -> None:
+    """ValueError unless gradients have one row for each client of this device; `like` has their shapes, `params` those of a row"""
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    if found != n or lengths != {n // devices}:
+    local = n // devices
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
+    wanted = [(local, *shape[1:]) for shape in shapes]
+    if like is not None:
+        wanted = [(local, *leaf.shape[1:]) for leaf in jax.tree.leaves(like)]
+    elif params is not None:
+        wanted = [(local, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    rows = {len(leaf) for leaf in jax.tree.leaves(like)}
+    if n % devices or shapes != wanted or rows - {local}:
+        where = f"n = {n} clients" + ("" if axis_name is None else f" over {devices} devices")
         raise ValueError(
-            f"n is {n} clients over {devices} devices, got {found} of them, and gradients of {sorted(lengths)} rows"
+            f"grads must have a leading axis of {local} clients ({where}), as jax.vmap(jax.grad(loss), (None, 0))(params, data) "
+            f"makes it; got leaves of shapes {shapes}, allowed: {wanted}"
         )
     if axis_name is None:
         return

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from commjax import runner
+from commjax import checks, runner
 from commjax.base import Algorithm, Key, State, StepFn
 from commjax.clients import PaddedAxis
 
@@ -110,7 +111,19 @@ def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
     return step
 
 
-@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "n"))
+def _rounds(key, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=runner.full_batch, n=None):
+    """`run` without its checks, not compiled"""
+
+    def rounds(key, hparams, state, data, axis_name):
+        return runner.compiled_run(key, algorithm, hparams, state, data, num_rounds, batch_fn, axis_name)
+
+    return _on_shards(rounds, mesh, key, hparams, state, data, n)
+
+
+# Has `trace` and `lower`; arguments as those of `run`.
+compiled_run = jax.jit(_rounds, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "n"))
+
+
 def run(
     key: Key,
     algorithm: Algorithm,
@@ -124,17 +137,32 @@ def run(
 ) -> tuple[State, Any]:
     """`runner.run` under `shard_map`: rows are padded once, and the rounds run where the clients are.
 
-    `n`: the first n rows are clients, the others fill up the devices (`pad_rows`); by default all rows are.
+    Args:
+        key: of the run; this and the other arguments are checked as `runner.run` does.
+        algorithm: what `commjax.algorithms` makes.
+        hparams: of this algorithm.
+        state: what `algorithm.init` made, or an earlier run.
+        data: with a leading client axis.
+        num_rounds: at least 0.
+        mesh: of `client_mesh`.
+        batch_fn: as that of `runner.run`.
+        n: the first n rows are clients, the others fill up the devices (`pad_rows`); by default all rows are.
+
+    Returns:
+        The state after the last round, and the metrics.  A loss or params that are not finite are a `runner.DivergedError`; the
+        caller still has the state that he gave.  (Inside `jit` there are no numbers to check.)
     """
     _check_mesh(mesh)
+    checks.entry(key, algorithm, hparams, state, num_rounds, n=n)
+    start = state.server.round
+    after, metrics = compiled_run(key, algorithm, hparams, state, data, num_rounds, mesh, batch_fn, n)
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((after.server, metrics.loss))):
+        bad = runner.first_bad_round({"loss": np.asarray(metrics.loss)}, after, int(start))
+        if bad is not None:
+            raise runner.DivergedError(f"the loss is not finite in round {bad} with {hparams}")
+    return after, metrics
 
-    def rounds(key, hparams, state, data, axis_name):
-        return runner.run(key, algorithm, hparams, state, data, num_rounds, batch_fn, axis_name)
 
-    return _on_shards(rounds, mesh, key, hparams, state, data, n)
-
-
-@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "at_once"))
 def sweep(
     keys: Key,
     algorithm: Algorithm,
@@ -153,6 +181,16 @@ def sweep(
     device.
     """
     _check_mesh(mesh)
+    runner.check_sweep(hparams, keys, at_once)
+    checks.entry(keys, algorithm, hparams, state, num_rounds, swept=True)
+    return compiled_sweep(keys, algorithm, hparams, state, data, num_rounds, mesh, batch_fn, at_once)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "at_once"))
+def compiled_sweep(
+    keys, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=runner.full_batch, at_once=None
+):  # fmt: skip
+    """`sweep` without its checks; has `trace` and `lower`."""
     settings = runner.check_sweep(hparams, keys, at_once)
 
     def one(keys, hparams, state, data):
@@ -304,6 +342,9 @@ def bytes_up(algorithm: Algorithm, hparams: Any, state: State, batch: PyTree) ->
     if algorithm.exchange is None or algorithm.exchange.server_step is None:
         raise ValueError("algorithm: it exchanges more than once a round, or more than a mean: its bytes are its own")
     loss = jax.eval_shape(partial(algorithm.step, jax.random.key(0)), hparams, state, batch)[1]
-    down = {name: getattr(state.server, name) for name in algorithm.exchange.down}
+    down: Any = {name: getattr(state.server, name) for name in algorithm.exchange.down}
+    sent = 0
+    if algorithm.exchange.reply is not None:  # a message that is not like what came down
+        down, sent = (), int(algorithm.exchange.reply.bits(state.server, 0)) // 8
     scalars = (loss.loss, loss.bits_up)
-    return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves((down, scalars)))
+    return sent + sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves((down, scalars)))

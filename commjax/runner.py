@@ -1,6 +1,5 @@
 """Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
 
-import inspect
 import re
 from collections import namedtuple
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
 from commjax import checkpoint as checkpoints
-from commjax import local, tree
+from commjax import checks, clients, local, tree
 from commjax.base import Algorithm, Key, Metrics, State
 from commjax.progress import progress_bar
 from commjax.records import Record, environment
@@ -32,16 +31,39 @@ def full_batch(key: Key, ids: Shaped[Array, "n"], data: PyTree) -> PyTree:
 
 
 def minibatches(size: int) -> BatchFn:
-    """`local.minibatch(size)` of each client in every round, the same on any number of devices."""
+    """`local.minibatch(size)` of each client in every round, the same on any number of devices.
+
+    Args:
+        size: rows of a minibatch, at most the rows that every client has (padding counts as rows here).
+
+    Returns:
+        A `batch_fn`; it raises a ValueError for a `size` above the rows of the data.
+    """
     draw = local.minibatch(size)
 
     def batch(key, ids, data):
+        checks.minibatch_of(size, data)
         return jax.vmap(lambda id, rows: draw(jax.random.fold_in(key, id), rows))(ids, data)
 
     return batch
 
 
-@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn", "axis_name"))
+def _rounds(key, algorithm, hparams, state, data, num_rounds, batch_fn=full_batch, axis_name=None):
+    """`run` without its checks, not compiled"""
+    key_step, key_batch = jax.random.split(key)
+
+    def one_round(state, _):
+        batch = batch_fn(jax.random.fold_in(key_batch, state.server.round), state.clients.id, data)
+        after, metrics = algorithm.step(key_step, hparams, state, batch, axis_name=axis_name)
+        return after._replace(server=clients.next_round(state.server, after.server)), metrics
+
+    return jax.lax.scan(one_round, state, None, length=num_rounds)
+
+
+_STATIC = ("algorithm", "num_rounds", "batch_fn", "axis_name")
+compiled_run = jax.jit(_rounds, static_argnames=_STATIC)  # has `trace` and `lower`; arguments as those of `run`
+
+
 def run(
     key: Key,
     algorithm: Algorithm,
@@ -54,20 +76,32 @@ def run(
 ) -> tuple[State, Any]:
     """`num_rounds` rounds as one compiled program; the second result is `Metrics` (see also `observe`), one row per round.
 
-    `data` has a leading client axis.  Nothing is looked at before the end, NaN included (`loop` stops there).  The key is that of the run: what happens in round t depends on (key, t) only, so
-    run(a + b) = run(b) after run(a).
+    The arguments are checked first (`checks.entry`).  After that nothing is looked at before the end, NaN included (`loop` stops
+    there).  What happens in round t depends on (key, t) only, so run(a + b) = run(b) after run(a).
+
+    Args:
+        key: of the run.
+        algorithm: what `commjax.algorithms` makes.
+        hparams: of this algorithm.
+        state: what `algorithm.init` made, or an earlier run.
+        data: with a leading client axis.
+        num_rounds: at least 0.
+        batch_fn: `full_batch`, `minibatches(size)`, or (key, ids, data) -> batch.
+        axis_name: the device axis, where `run` is called inside `shard_map` or `pmap`.
+
+    Returns:
+        The state after the last round, and the metrics.
     """
-    key_step, key_batch = jax.random.split(key)
-
-    def one_round(state, _):
-        batch = batch_fn(jax.random.fold_in(key_batch, state.server.round), state.clients.id, data)
-        return algorithm.step(key_step, hparams, state, batch, axis_name=axis_name)
-
-    return jax.lax.scan(one_round, state, None, length=num_rounds)
+    checks.entry(key, algorithm, hparams, state, num_rounds, n=clients.count(_ids(state), axis_name))
+    return compiled_run(key, algorithm, hparams, state, data, num_rounds, batch_fn, axis_name)
 
 
-@partial(jax.jit, static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"))
-def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once=None):
+def _ids(state: Any) -> Any:
+    """The ids of a state, none if it is not one: `checks.entry` says so"""
+    return getattr(getattr(state, "clients", None), "id", np.zeros(0, np.int32))
+
+
+def _sweep_rounds(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once=None):
     ids = states.clients.id[0, 0]
 
     def from_round(round, number):
@@ -75,7 +109,7 @@ def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at
         # cohorts and their data, candidates) the same for all hparams, and it is computed once.
         def one(key, hparams, state):
             state = State(state.server._replace(round=round), state.clients._replace(id=ids))
-            return run(key, algorithm, hparams, state, data, number, batch_fn)
+            return compiled_run(key, algorithm, hparams, state, data, number, batch_fn)
 
         return one
 
@@ -100,14 +134,16 @@ def _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at
     return swapped(states), swapped(jax.tree.map(lambda leaf: jnp.moveaxis(leaf[:, :, :, 0], 0, 2), metrics))
 
 
+_sweep_from = jax.jit(_sweep_rounds, static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"))
+
 # For `loop`, whose states nobody else holds: a chunk writes its end over its beginning, so that n x d shifts exist once.
 _run_in_place = jax.jit(
-    inspect.unwrap(run),
-    static_argnames=("algorithm", "num_rounds", "batch_fn", "axis_name"),
+    _rounds,
+    static_argnames=_STATIC,
     donate_argnames="state",
 )
 _sweep_in_place = jax.jit(
-    inspect.unwrap(_sweep_from),
+    _sweep_rounds,
     static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"),
     donate_argnames="states",
 )
@@ -129,7 +165,9 @@ def sweep(
     same program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort
     them).
     """
-    states = _spread(state, hparams, keys, at_once)
+    settings = check_sweep(hparams, keys, at_once)
+    checks.entry(keys, algorithm, hparams, state, num_rounds, swept=True)
+    states = tree.repeat(tree.repeat(state, len(keys)), settings)
     return _sweep_from(keys, algorithm, hparams, states, data, num_rounds, batch_fn, at_once)
 
 
@@ -142,16 +180,8 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
         raise ValueError(
             f"hparams has leaves of shapes {shapes}; allowed: one leading axis for all, as `runner.stack` makes it"
         )
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
-        raise ValueError(
-            f"keys: {keys.dtype}{list(keys.shape)}; allowed: a row of keys, as jax.random.split(key, number) makes it"
-        )
+    checks.key_of(keys, swept=True)
     return shapes[0][0]
-
-
-def _spread(state: State, hparams: Any, keys: Key, at_once: int | None = None) -> State:
-    settings = check_sweep(hparams, keys, at_once)
-    return tree.repeat(tree.repeat(state, len(keys)), settings)
 
 
 @cache
@@ -183,12 +213,21 @@ def stack(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *trees)
 
 
-def _first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -> int | None:
+def first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -> int | None:
+    """The first round that does not end in finite numbers.
+
+    Args:
+        metrics: `loss` of each round, from round `start` on.
+        state: after the last of them.
+        start: number of the first.
+
+    Returns:
+        The number of a round whose loss is not finite; the number after the last if only the params are not; None if all is finite.
+    """
     bad = np.flatnonzero(~np.isfinite(metrics["loss"]))
     if len(bad):
         return start + int(bad[0])
-    finite = all(np.all(np.isfinite(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(state.server.params))
-    return None if finite else start + len(metrics["loss"])
+    return None if checks.finite_tree(state.server.params) else start + len(metrics["loss"])
 
 
 def program(jaxpr) -> tuple[str, list[Any]]:
@@ -225,17 +264,19 @@ def loop(
     With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
     sees all states at once, and a setting that diverges does not stop the others; `at_once` as there.
     """
-    if chunk < 1 or num_rounds < 0:
-        raise ValueError(f"chunk must be at least 1 and num_rounds at least 0, got {chunk} and {num_rounds}")
-    swept = key.ndim == 1
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    swept = checks.typed_key(key) and key.ndim == 1
     if at_once is not None and not (swept and at_once >= 1):
         raise ValueError(f"at_once={at_once}; allowed: at least 1, with an array of keys")
+    many = check_sweep(hparams, key) if swept else 0
+    checks.entry(key, algorithm, hparams, state, num_rounds, swept=swept)
     advance_by = partial(_sweep_in_place, at_once=at_once) if swept else _run_in_place
-    state = jax.tree.map(jnp.array, _spread(state, hparams, key) if swept else state)  # the caller keeps his
+    state = jax.tree.map(jnp.array, tree.repeat(tree.repeat(state, len(key)), many) if swept else state)  # a copy
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None:
         strong = jax.tree.map(np.asarray, hparams)
-        traced = (_sweep_from if swept else run).trace(key, algorithm, strong, state, data, 1, batch_fn)
+        traced = (_sweep_from if swept else compiled_run).trace(key, algorithm, strong, state, data, 1, batch_fn)
         identity = checkpoints.fingerprint(key, hparams, start=state, data=data, program=program(traced.jaxpr))
         if Path(checkpoint).exists():
             state, history = checkpoints.load(checkpoint, state, identity)
@@ -264,7 +305,7 @@ def loop(
             length = min(chunk, num_rounds - done)
             state, metrics = advance_by(key, algorithm, hparams, state, data, length, batch_fn)
             rows = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
-            bad = None if swept else _first_bad_round(rows, state, done)
+            bad = None if swept else first_bad_round(rows, state, done)
             if bad is not None:
                 kept = f"; {checkpoint} is that of round {done}" if checkpoint and Path(checkpoint).exists() else ""
                 raise DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")

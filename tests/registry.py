@@ -1,6 +1,7 @@
 """Every algorithm once, with tiny inputs: what `tests/conformance` runs its properties over.
 
-A new method adds one entry to `BUILDERS`: a function of the dtype that returns its `Case`.
+A new method adds one entry to `BUILDERS`: a function of the dtype that returns its `Case`.  A public factory of `commjax.algorithms` that
+this file does not call fails `tests/conformance/test_entry.py`.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from commjax import cohorts, compressors, layers, plans, prox
+from commjax import cohorts, compressors, layers, local, plans, prox
 from commjax.algorithms import (
     aggregation,
+    averaged_prox,
     ditto,
     ef_bv,
     fedavg,
+    fedcr,
+    fedcr_layers,
     fedp3,
     fedprox,
     flix,
@@ -31,6 +35,7 @@ from commjax.algorithms import (
     submodels,
 )
 from commjax.base import Algorithm, Compressor, State
+from commjax.data.stacked import Examples
 from commjax.problems import quadratic
 from commjax.prox import cohort, solvers
 
@@ -204,6 +209,22 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
         1,
         {},
     ),
+    "fedprox-sppm-as": (
+        averaged_prox.fedprox_sppm_as(
+            quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(3.0)
+        ),
+        averaged_prox.HParams(1.0, 2, 0.0, most=2),
+        1,
+        {},
+    ),
+    "fedavg-sppm-as": (
+        averaged_prox.fedavg_sppm_as(
+            quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(4.0)
+        ),
+        averaged_prox.HParams(1.0, 2, 0.0, most=2),
+        1,
+        {},
+    ),
     "mb-local-gd": (
         local_gd.mb_local_gd(VALUE_AND_GRAD, cohorts.block(CLUSTERS)),
         local_gd.HParams(0.2, 3),
@@ -244,6 +265,10 @@ def by_layers(name: str, dtype: Any) -> Case:
     flat = start(dtype)
     params = {"a": {"kernel": flat[:6].reshape(2, 3)}, "b": {"bias": flat[6:8]}, "head": {"kernel": flat[8:]}}
     found = layers.named(params, final="head")
+    if name == "fedp3 released":
+        plan = plans.plan(found, [["a", "b", "head"], ["b", "head"]] * (N // 2), 0.67)
+        algorithm = fedp3.released(tree_loss, plan, local.all_rows, steps=2, pruning=submodels.random())
+        return Case(name, algorithm, fedp3.HParams(0.2), params, cast(PROBLEM, dtype), jnp.asarray(IDS), {})
     if name == "fedp3":
         plan = plans.plan(found, [["a", "b", "head"], ["b", "head"]] * (N // 2), 0.67)
         how = {"pruning": submodels.random(), "local_pruning": submodels.ordered(0.9, 2), "cohort": 6}
@@ -254,6 +279,25 @@ def by_layers(name: str, dtype: Any) -> Case:
         how = {"aggregate": attention, "others": "masked", "local_head": True, "over": jax.vmap}
     algorithm = fedp3.fedp3(tree_loss, plan, steps=2, **how)
     return Case(name, algorithm, fedp3.HParams(0.2), params, cast(PROBLEM, dtype), jnp.asarray(IDS), {})
+
+
+CLASSES = fedcr.Network(lambda body, x: fedcr.gaussian(x @ body["a"]["w"]), lambda head, z: z @ head["w"], 2, 1)
+
+
+def on_classes(name: str, dtype: Any) -> Case:
+    """FedCR, its body one layer (of three inputs, to a mean and a deviation) and its head another."""
+    rng = np.random.default_rng(6)
+    inputs, weights = cast((rng.standard_normal((N, 4, 3)), np.full((N, 4), 0.25)), dtype)
+    data = Examples(inputs, jnp.asarray(rng.integers(0, 2, (N, 4)), jnp.int32), weights)
+    flat = start(dtype)
+    # The head is small, so that the noise, which every dtype draws anew, hardly matters.
+    params = {"body": {"a": {"w": flat[:6].reshape(3, 2) / 2}}, "head": {"w": flat[6:8].reshape(1, 2) / 8}}
+    algorithm = fedcr.fedcr(CLASSES, steps=2, cohort=6)
+    if name == "fedcr layers":
+        found = layers.named(params, final="head", groups={"a": ["body/a/w"], "head": ["head/w"]})
+        plan = plans.plan(found, [["a", "head"], ["head"]] * (N // 2), 0.67)
+        algorithm = fedcr_layers.fedcr_layers(CLASSES, plan, steps=2, pruning=submodels.random())
+    return Case(name, algorithm, fedcr.HParams(0.1, 0.05), params, data, jnp.asarray(IDS), {})
 
 
 BUILDERS: dict[str, Callable[[str, Any], Case]] = {
@@ -273,6 +317,9 @@ BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     "gd": on_gradient_descent,
     "fedp3": by_layers,
     "fedp3 attention": by_layers,
+    "fedp3 released": by_layers,
+    "fedcr": on_classes,
+    "fedcr layers": on_classes,
     **dict.fromkeys(PRIVATE, on_rows),
     **{
         name: lambda name, dtype: on_local_steps(name, *LOCAL[name][:2], dtype, LOCAL[name][2], **LOCAL[name][3])

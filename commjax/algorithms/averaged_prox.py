@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from commjax import clients
-from commjax.algorithms.sppm_as import Server, check, flat_metrics, init, refused
-from commjax.base import Algorithm, State
+from commjax import checks, clients
+from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
+from commjax.base import Algorithm, Spec, State
 from commjax.cohorts import Sampling
 from commjax.prox import cohort, solvers
 from commjax.prox.solvers import BROKE_DOWN, Solver
@@ -27,6 +27,16 @@ class HParams(NamedTuple):
     tolerance: Any
     alpha: Any = 1.0
     most: Any = 10_000
+
+
+def check_hparams(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma and alpha are positive, rounds and most are counts and tolerance >= 0."""
+    checks.scalars(hparams)
+    checks.positive("gamma", hparams.gamma)
+    checks.positive("alpha", hparams.alpha)
+    checks.count("rounds", hparams.rounds)
+    checks.count("most", hparams.most)
+    checks.at_least_zero("tolerance", hparams.tolerance)
 
 
 def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
@@ -73,7 +83,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         )
         return State(Server(server.round + 1, unravel(jnp.where(bad, anchor, x))), state.clients), metrics
 
-    return Algorithm(init, step)
+    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check_hparams))
 
 
 def fedprox_sppm_as(

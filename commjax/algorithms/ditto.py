@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import clients, local, tree
+from commjax import checks, clients, local, tree
 from commjax.algorithms.fedavg import Server, bits_down, server_step
-from commjax.base import Algorithm, Params, State
+from commjax.base import Algorithm, Params, Reducer, Spec, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -27,6 +27,15 @@ class Client(NamedTuple):
     model: PyTree  # v_i, what the client deploys
 
 
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless both stepsizes are positive, lam >= 0 and the server's step is finite."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.positive("personal", hparams.personal)
+    checks.at_least_zero("lam", hparams.lam)
+    checks.finite("server", hparams.server)
+
+
 def ditto(
     value_and_grad: ValueAndGrad,
     sample: Sample = local.all_rows,
@@ -34,11 +43,14 @@ def ditto(
     steps: int,
     cohort: int | None = None,
     over: Callable = jax.vmap,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Ditto (Li et al., 2021).  Costs two gradients a local step; the personal models never travel.
 
         v_i:  `steps` times:  v_i <- v_i - personal (grad f_i(v_i) + lambda (v_i - x))
         x:    FedAvg
+
+    `reduce`: a reducer of `commjax.robust` instead of FedAvg's mean.
 
     Thesis: table of baselines (L3789).  Holds if: lambda = 0 is local training, lambda -> inf FedAvg's model.
     """
@@ -58,4 +70,5 @@ def ditto(
         update = tree.sub(shared, server.params)
         return Client(client.id, personal), round.send(update), loss
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import clients, tree
-from commjax.base import Algorithm, Compressor, Constants, Params, State
+from commjax import checks, clients, tree
+from commjax.base import Algorithm, Compressor, Constants, Params, Reducer, Spec, State
 from commjax.compressors.sparse import identity
 from commjax.prox import Regularizer, zero
 from commjax.theory import ef_bv as theory
@@ -21,6 +21,14 @@ class HParams(NamedTuple):
     gamma: Any
     lam: Any
     nu: Any
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0, lambda and nu are at least 0, all finite; larger ones than the theory's are allowed."""
+    checks.scalars(hparams)
+    checks.positive("gamma", hparams.gamma)
+    checks.at_least_zero("lam", hparams.lam)
+    checks.at_least_zero("nu", hparams.nu)
 
 
 class Server(NamedTuple):
@@ -50,6 +58,8 @@ def ef_bv(
     value_and_grad: Callable[[Params, Any], tuple[Array, Params]],
     compressor: Compressor,
     regularizer: Regularizer | None = None,
+    *,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""EF-BV, which is EF21 at nu == lam and DIANA at nu == 1.
 
@@ -59,7 +69,8 @@ def ef_bv(
 
     `value_and_grad(params, data)` is one client's; it may be stochastic through its batch (see `runner.minibatches`).
     `init(params, ids, shift=...)` takes one row of h_i^0 per client, by default zero; the first exchange of other rows is
-    not free (`bits_init` of a record).
+    not free (`bits_init` of a record).  `reduce`: a reducer of `commjax.robust` instead of mean_i d_i.  It voids the three theorems:
+    they need an unbiased mean, and h = mean_i h_i no longer holds.
 
     Thesis: Alg. EF-BV (Fig. 2.1); rates Thm 2.1 (PL), 2.2 (KL), 2.3 (nonconvex).
     Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
@@ -90,8 +101,7 @@ def ef_bv(
 
     def server_step(hparams, server, d):
         g = tree.add_scaled(server.shift, hparams.nu, d)
-        return Server(
-            round=server.round + 1,
+        return server._replace(
             params=prox(hparams.gamma, tree.add_scaled(server.params, -hparams.gamma, g)),
             shift=tree.add_scaled(server.shift, hparams.lam, d),
         )
@@ -99,7 +109,8 @@ def ef_bv(
     def bits_down(server):
         return clients.dense_bits(server.params)
 
-    return clients.federated(init, client_step, server_step, bits_down, compressor=compressor)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, compressor=compressor, reduce=reduce, spec=spec)
 
 
 def _check(smoothness: Smoothness, *names: str) -> None:
@@ -110,9 +121,9 @@ def _check(smoothness: Smoothness, *names: str) -> None:
             raise ValueError(f"smoothness.{name} must be positive and finite, got {value}")
 
 
-def gd(value_and_grad, regularizer: Regularizer | None = None) -> Algorithm:
-    """Proximal gradient descent: EF-BV without compression."""
-    return ef_bv(value_and_grad, identity(), regularizer)
+def gd(value_and_grad, regularizer: Regularizer | None = None, *, reduce: Reducer | None = None) -> Algorithm:
+    """Proximal gradient descent: EF-BV without compression; `reduce` as there."""
+    return ef_bv(value_and_grad, identity(), regularizer, reduce=reduce)
 
 
 def theoretical(

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commjax import clients, local, tree
-from commjax.base import Algorithm, Params, State
+from commjax import checks, clients, local, tree
+from commjax.base import Algorithm, Params, Reducer, Spec, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -17,6 +17,13 @@ class HParams(NamedTuple):
 
     stepsize: Any
     server: Any = 1.0
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless stepsize > 0 and the server's step is finite."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.finite("server", hparams.server)
 
 
 class Server(NamedTuple):
@@ -35,11 +42,14 @@ def fedavg(
     steps: int,
     cohort: int | None = None,
     over: Callable = jax.vmap,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""FedAvg (LocalGD with exact gradients).
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)
         x   <- x + server mean_i (x_i - x)
+
+    `reduce`: a reducer of `commjax.robust` instead of the mean.
 
     Thesis: baseline of Ch. 3 to 5.  Holds if: with different f_i it stops in a neighbourhood that grows with `steps`.
     Differs: f = mean_i f_i, so clients are not weighted by their numbers of rows.
@@ -54,12 +64,13 @@ def fedavg(
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
 
 
 def server_step(hparams: Any, server: Any, update: Params) -> Any:
     """x <- x + server update"""
-    return server._replace(round=server.round + 1, params=tree.add_scaled(server.params, hparams.server, update))
+    return server._replace(params=tree.add_scaled(server.params, hparams.server, update))
 
 
 def bits_down(server: Any) -> int:

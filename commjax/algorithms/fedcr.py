@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from commjax import clients, local, tree
-from commjax.base import Algorithm, Message, Params, State
+from commjax import checks, clients, local, tree
+from commjax.base import Algorithm, Codec, Key, Params, Spec, State
+from commjax.compressors import wire
 from commjax.local import Sample
 
 LEAST = 1e-8  # of a standard deviation under a logarithm
@@ -23,6 +24,15 @@ class HParams(NamedTuple):
     beta: Any
     mix: Any = 1.0
     clip: Any = 10.0
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless stepsize > 0, beta >= 0, mix in [0, 1] and clip > 0 (infinity: no clipping)."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.at_least_zero("beta", hparams.beta)
+    checks.share("mix", hparams.mix)
+    checks.above_zero("clip", hparams.clip)
 
 
 class Normal(NamedTuple):
@@ -174,18 +184,45 @@ def fedcr(
         experts = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
         message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)  # a sum, by the mean
-        price = clients.bits_of((message[0], server.classes))
-        return Client(client.id, model["head"]), Message(message, price), losses[0]
+        return Client(client.id, model["head"]), round.send(message), losses[0]
 
     def server_step(hparams, server, received):
         update, experts = received
         params = {**server.params, "body": tree.add(server.params["body"], update)}
-        return Server(server.round + 1, params, known(hparams, server.classes, experts))
+        return server._replace(params=params, classes=known(hparams, server.classes, experts))
 
-    def bits_down(server):
-        return clients.dense_bits((server.params["body"], server.classes))
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(
+        init, client_step, server_step, bits_down, cohort, over, down=("params", "classes"), letter=_download(),
+        reply=_upload(), spec=spec,
+    )  # fmt: skip
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+
+def bits_down(server: Any) -> int:
+    """The body and the distributions of the classes, as they are"""
+    return clients.dense_bits((server.params["body"], server.classes))
+
+
+def _download() -> Codec:
+    """The body and the classes; a client reads None for the head, which is not sent"""
+
+    def write(key: Key, server: Any, ids: list[int], n: int) -> list[bytes]:
+        return [wire.encode_tree((server.params["body"], server.classes))] * len(ids)
+
+    def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, Normal]:
+        body, classes = wire.decode_tree(data, (server.params["body"], server.classes))
+        return {"body": body, "head": None}, classes
+
+    return Codec(lambda server, id: bits_down(server), write, read)
+
+
+def _upload() -> Codec:
+    """The change of the body and the experts, which have as many numbers as the body and the classes"""
+
+    def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, _Experts]:
+        return wire.decode_tree(data, (server.params["body"], _Experts(*server.classes)))
+
+    return Codec(lambda server, id: bits_down(server), lambda key, x, id, n: wire.encode_tree(x), read)
 
 
 def deployed(server: Any, client: Any) -> Params:

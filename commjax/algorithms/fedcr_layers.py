@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from commjax import clients, layers, local, tree
+from commjax import checks, clients, layers, local, tree
 from commjax.algorithms import aggregation, fedcr, fedp3_wire, submodels
-from commjax.algorithms.fedcr import HParams, Network, Server
+from commjax.algorithms.fedcr import HParams, Network, Server, check
 from commjax.algorithms.submodels import Pruning
-from commjax.base import Algorithm, Metrics, Params, State
+from commjax.base import Algorithm, Metrics, Params, Spec, State
 from commjax.local import Sample
 from commjax.plans import Plan, check_rows
 
@@ -89,13 +89,13 @@ def fedcr_layers(
         params = {**server.params, "body": tree.add(server.params["body"], move["body"])}
         total = clients.mean(tree.scale(members, experts), axis_name, here.weights)
         bits = ledger(plan, server, cut)
-        up, down = (jnp.asarray(bits[way], losses.dtype)[present.row] for way in ("up", "down"))
+        up, down = (jnp.asarray(bits[way], jnp.zeros(()).dtype)[present.row] for way in ("up", "down"))
         loss, up, down = clients.mean((losses, up, down), axis_name, here.weights)
         new = Server(server.round + 1, params, fedcr.known(hparams, server.classes, total))
         share = members / n
         return State(new, here.put(state.clients, rows)), Metrics(loss, share * up, share * down)
 
-    return Algorithm(init, step)
+    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check))
 
 
 def ledger(plan: Plan, server: Server, pruning: Pruning | None = None) -> dict[str, Float[np.ndarray, "n"]]:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from commjax import clients, layers, local, tree
+from commjax import checks, clients, layers, local, tree
 from commjax.algorithms import aggregation, fedp3_apart, fedp3_wire, submodels
 from commjax.algorithms.aggregation import Aggregation
-from commjax.algorithms.fedavg import HParams, Server, server_step
+from commjax.algorithms.fedavg import HParams, Server, check, server_step
 from commjax.algorithms.submodels import LocalPruning, Pruning
-from commjax.base import Algorithm, Key, Metrics, Params, State
+from commjax.base import Algorithm, Key, Metrics, Params, Spec, State
 from commjax.local import Sample
 from commjax.plans import Plan, check_rows
 
@@ -141,10 +141,12 @@ def fedp3(
         weight = aggregation.weights(logits, holds)
         move = aggregation.joined(plan.layers, updates, weight, axis_name, here.weights)
         metrics = _metrics(method, local_head, server.params, present.planned, losses, axis_name, here, members / n)
-        return State(server_step(hparams, server, move), here.put(state.clients, rows)), metrics
+        after = clients.next_round(server, server_step(hparams, server, move))
+        return State(after, here.put(state.clients, rows)), metrics
 
     halves = fedp3_apart.Halves(plan, method.pruning, method.local, steps, partial(_client, method, True), how, loss)
-    return Algorithm(init, step, fedp3_apart.exchange(halves, table, local_head, cohort))
+    exchange = fedp3_apart.exchange(halves, table, local_head, cohort)
+    return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check))
 
 
 def _batch_rows(sample: Sample, data: PyTree) -> int:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commjax import clients, local, tree
+from commjax import checks, clients, local, tree
 from commjax.algorithms.fedavg import Client, Server, bits_down, server_step
-from commjax.base import Algorithm, Params, State
+from commjax.base import Algorithm, Params, Reducer, Spec, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -21,6 +21,14 @@ class HParams(NamedTuple):
     server: Any = 1.0
 
 
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless stepsize > 0, mu >= 0 and the server's step is finite."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.at_least_zero("mu", hparams.mu)
+    checks.finite("server", hparams.server)
+
+
 def fedprox(
     value_and_grad: ValueAndGrad,
     sample: Sample = local.all_rows,
@@ -28,11 +36,14 @@ def fedprox(
     steps: int,
     cohort: int | None = None,
     over: Callable = jax.vmap,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""FedProx: `steps` local steps on f_i(x_i) + mu/2 |x_i - x|^2.
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) + mu (x_i - x))
         x   <- x + server mean_i (x_i - x)
+
+    `reduce`: a reducer of `commjax.robust` instead of the mean.
 
     Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).  Holds if: mu = 0 is FedAvg.
     """
@@ -49,4 +60,5 @@ def fedprox(
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)

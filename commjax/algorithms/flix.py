@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from commjax import clients, local, tree
-from commjax.base import Algorithm, Key, Params, State
+from commjax import checks, clients, local, tree
+from commjax.base import Algorithm, Key, Params, Reducer, Spec, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -21,6 +21,14 @@ class HParams(NamedTuple):
 
     gamma: Any
     alpha: Any
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0 and alpha in [0, 1], one number or one a client."""
+    checks.scalars(hparams._replace(alpha=0.0))
+    checks.positive("gamma", hparams.gamma)
+    checks.per_client("alpha", hparams.alpha, n)
+    checks.share("alpha", hparams.alpha)
 
 
 class Server(NamedTuple):
@@ -75,6 +83,7 @@ def flix(
     *,
     cohort: int | None = None,
     over: Callable = jax.vmap,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Gradient descent (or SGD, with `sample`) on the FLIX objective.
 
@@ -82,7 +91,7 @@ def flix(
         x  <- x - gamma mean_i g_i
 
     `init(params, ids, optimum=...)` takes one row of x_i* per client (`local_optima`, `local_sgd`).  `cohort`: so many clients
-    a round, drawn at random.
+    a round, drawn at random.  `reduce`: a reducer of `commjax.robust` instead of mean_i g_i.
 
     Thesis: FLIX (L1249).  Holds if: x_i* minimises f_i; gamma <= 1 / mean_i alpha_i^2 L_i.
     """
@@ -97,11 +106,13 @@ def flix(
         return client, round.send(grad), loss
 
     def server_step(hparams, server, grad):
-        return Server(server.round + 1, tree.add_scaled(server.params, -hparams.gamma, grad))
+        return server._replace(params=tree.add_scaled(server.params, -hparams.gamma, grad))
 
-    return clients.federated(
-        init, client_step, server_step, lambda server: clients.dense_bits(server.params), cohort, over
-    )
+    def bits_down(server):
+        return clients.dense_bits(server.params)
+
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
 
 
 def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTree:

@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from commjax import accounting, clients, privacy, tree
+from commjax import accounting, checks, clients, privacy, tree
 from commjax.accounting import Certificate
 from commjax.algorithms.flix import own
 from commjax.algorithms.sketched import Client, Server, check_dimension, server_step, use_key
-from commjax.base import Algorithm, Compressor, Params, State
+from commjax.base import Algorithm, Compressor, Params, Spec, State
 from commjax.compressors.joint import perm_k
 from commjax.privacy import Loss
 from commjax.theory import ldp_fedp3 as theory
@@ -27,6 +27,15 @@ class HParams(NamedTuple):
     clip: Any
     noise: Any
     rate: Any
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0, clip > 0 (infinity: no clipping), noise >= 0 and 0 < rate <= 1."""
+    checks.scalars(hparams)
+    checks.positive("gamma", hparams.gamma)
+    checks.above_zero("clip", hparams.clip)
+    checks.at_least_zero("noise", hparams.noise)
+    checks.probability("rate", hparams.rate)
 
 
 def ldp_fedp3(
@@ -97,7 +106,10 @@ def ldp_fedp3(
         model = tree.add_scaled(server.params, -hparams.gamma, tree.scale(1 / batch, total))
         return client, round.send(model), loss(server.params, data)
 
-    return clients.federated(init, client_step, server_step, bits_down, over=over, compressor=sketch, private=True)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(
+        init, client_step, server_step, bits_down, over=over, compressor=sketch, private=True, spec=spec
+    )
 
 
 def bits_down(server: Server) -> int:

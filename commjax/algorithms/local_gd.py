@@ -10,9 +10,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
-from commjax import clients
-from commjax.algorithms.sppm_as import Server, check, flat_metrics, init, refused
-from commjax.base import Algorithm, Exchange, State
+from commjax import checks, clients
+from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
+from commjax.base import Algorithm, Exchange, Spec, State
 from commjax.cohorts import Sampling
 from commjax.prox import cohort
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED
@@ -23,6 +23,13 @@ class HParams(NamedTuple):
 
     stepsize: Any
     steps: Any
+
+
+def check_hparams(hparams: HParams, n: int) -> None:
+    """ValueError unless stepsize > 0 and steps is a count."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.count("steps", hparams.steps)
 
 
 def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
@@ -87,7 +94,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
     exchange = Exchange(
         client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined
     )  # fmt: skip
-    return Algorithm(init, step, exchange)
+    return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check_hparams))
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from commjax import clients, local, tree
+from commjax import checks, clients, local, tree
 from commjax.algorithms import scafflix_apart, scafflix_round
 from commjax.algorithms.flix import checked_alpha, checked_optimum
 from commjax.algorithms.scafflix_round import (
@@ -24,7 +24,7 @@ from commjax.algorithms.scafflix_round import (
     train,
     upload,
 )
-from commjax.base import Algorithm, Params, State
+from commjax.base import Algorithm, Params, Spec, State
 from commjax.local import Sample, ValueAndGrad
 from commjax.theory import scafflix as theory
 
@@ -35,6 +35,19 @@ class HParams(NamedTuple):
     gamma: Any
     alpha: Any
     p: Any
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0 and alpha in [0, 1], one number or one a client, and p in (0, 1]."""
+    checks.per_client("gamma", hparams.gamma, n)
+    checks.positive("gamma", hparams.gamma)
+    checks.per_client("alpha", hparams.alpha, n)
+    checks.share("alpha", hparams.alpha)
+    checks.scalars(hparams._replace(gamma=0.0, alpha=0.0))
+    checks.probability("p", hparams.p)
+
+
+SPEC = Spec(HParams, Server, Client, check)
 
 
 class Metrics(NamedTuple):
@@ -175,7 +188,7 @@ def scafflix(
         return State(advanced, state.clients._replace(shift=shift)), metrics
 
     exchange = scafflix_apart.exchange(value_and_grad, sample, personal) if cohort is None else None
-    return Algorithm(_init(personal, by_rounds=True), step, exchange)
+    return Algorithm(checks.checked_init(_init(personal, by_rounds=True)), step, exchange, SPEC)
 
 
 def iterations(
@@ -228,7 +241,7 @@ def iterations(
         )
         return State(advanced, rows), metrics
 
-    return Algorithm(_init(personal, by_rounds=False), step)
+    return Algorithm(checks.checked_init(_init(personal, by_rounds=False)), step, spec=SPEC)
 
 
 def i_scaffnew(value_and_grad: ValueAndGrad, sample: Sample = local.all_rows, **how: Any) -> Algorithm:

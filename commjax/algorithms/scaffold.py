@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import clients, local, tree
-from commjax.base import Algorithm, Params, State
+from commjax import checks, clients, local, tree
+from commjax.base import Algorithm, Params, Reducer, Spec, State
 from commjax.local import Sample, ValueAndGrad
 
 
@@ -17,6 +17,13 @@ class HParams(NamedTuple):
 
     stepsize: Any
     server: Any = 1.0
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless stepsize > 0 and the server's step is finite."""
+    checks.scalars(hparams)
+    checks.positive("stepsize", hparams.stepsize)
+    checks.finite("server", hparams.server)
 
 
 class Server(NamedTuple):
@@ -37,12 +44,15 @@ def scaffold(
     steps: int,
     cohort: int | None = None,
     over: Callable = jax.vmap,
+    reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Scaffold (option II of Karimireddy et al., 2020).  Model and control variate travel both ways: twice FedAvg's bits.
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) - c_i + c)
         c_i' = c_i - c + (x - x_i) / (steps stepsize)
         x   <- x + server mean_{i in S} (x_i - x)      c <- c + (|S|/n) mean_{i in S} (c_i' - c_i)
+
+    `reduce`: a reducer of `commjax.robust` instead of the means; c = mean_i c_i then no longer holds.
 
     Holds if: c = mean_i c_i at the start (zeros by default), which the steps keep, cohorts included.
     """
@@ -63,8 +73,7 @@ def scaffold(
 
     def server_step(hparams, server, message):
         update, change = message
-        return Server(
-            round=server.round + 1,
+        return server._replace(
             params=tree.add_scaled(server.params, hparams.server, update),
             shift=tree.add(server.shift, change),
         )
@@ -72,4 +81,7 @@ def scaffold(
     def bits_down(server):
         return clients.dense_bits((server.params, server.shift))
 
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over, down=("params", "shift"))
+    return clients.federated(
+        init, client_step, server_step, bits_down, cohort, over, down=("params", "shift"), reduce=reduce,
+        spec=Spec(HParams, Server, Client, check),
+    )  # fmt: skip

@@ -9,8 +9,8 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int
 
-from commjax import clients, tree
-from commjax.base import Algorithm, Codec, Compressor, Key, Params, State
+from commjax import checks, clients, tree
+from commjax.base import Algorithm, Codec, Compressor, Key, Params, Spec, State
 from commjax.compressors import wire
 from commjax.compressors.joint import perm_k
 from commjax.local import ValueAndGrad
@@ -21,6 +21,12 @@ class HParams(NamedTuple):
     """gamma: stepsize."""
 
     gamma: Any
+
+
+def check(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0."""
+    checks.scalars(hparams)
+    checks.positive("gamma", hparams.gamma)
 
 
 class Server(NamedTuple):
@@ -132,12 +138,13 @@ def sketched(
         return unravel(jnp.asarray(flat))
 
     letter = Codec(lambda server, id: bits_down(server), write, read)
-    return clients.federated(init, client_step, server_step, bits_down, compressor=sketch, letter=letter)
+    spec = Spec(HParams, Server, Client, check)
+    return clients.federated(init, client_step, server_step, bits_down, compressor=sketch, letter=letter, spec=spec)
 
 
 def server_step(hparams: Any, server: Server, params: Params) -> Server:
     """w <- (1/n) sum_i S_i u_i"""
-    return Server(server.round + 1, params)
+    return server._replace(params=params)
 
 
 def theoretical(L: np.ndarray, rounds: int) -> HParams:

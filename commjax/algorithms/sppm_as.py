@@ -9,8 +9,8 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Int, Shaped
 
-from commjax import clients
-from commjax.base import Algorithm, Params, State
+from commjax import checks, clients
+from commjax.base import Algorithm, Params, Spec, State
 from commjax.cohorts import Draw, Sampling
 from commjax.prox import cohort
 from commjax.prox.cohort import Hubs
@@ -27,6 +27,15 @@ class HParams(NamedTuple):
     rounds: Any
     tolerance: Any = 0.0
     rate: Any = 0.0
+
+
+def check_hparams(hparams: HParams, n: int) -> None:
+    """ValueError unless gamma > 0, rounds is a count, tolerance >= 0 and rate is finite."""
+    checks.scalars(hparams)
+    checks.positive("gamma", hparams.gamma)
+    checks.count("rounds", hparams.rounds)
+    checks.at_least_zero("tolerance", hparams.tolerance)
+    checks.finite("rate", hparams.rate)
 
 
 class Server(NamedTuple):
@@ -103,7 +112,7 @@ def sppm_as(
         metrics = _metrics(start, result, draw, n, server.params, vectors, received, hubs)
         return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
 
-    return Algorithm(init, step)
+    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check_hparams))
 
 
 def _metrics(

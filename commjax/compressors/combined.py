@@ -6,6 +6,7 @@ import numpy as np
 
 from commjax import tree
 from commjax.base import Compressor, Constants, Message
+from commjax.compressors.lift import payload_bytes
 
 
 def scaled(factor: float, compressor: Compressor) -> Compressor:
@@ -62,6 +63,9 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
     def zeros(like):
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), like)
 
+    def shapes(like):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), like)
+
     def up(value, like):
         return jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), value, like)
 
@@ -80,4 +84,5 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
         encode=lambda key, x, id=0, n=1: compressor.encode(key, down(x), id, n),
         decode=lambda key, data, like, id=0, n=1: up(compressor.decode(key, data, zeros(like), id, n), like),
         outcomes=None,
+        length=lambda key, like, id=0, n=1: payload_bytes(compressor, key, shapes(like), id, n),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool
 from commjax import tree
 from commjax.base import ClientId, Compressor, Constants, Key, Message
 from commjax.compressors import wire
-from commjax.compressors.lift import check_count, from_value, on_vectors, value_bits
+from commjax.compressors.lift import check_count, from_value, on_vectors, payload_bytes, value_bits
 from commjax.compressors.sparse import identity
 
 
@@ -78,6 +78,10 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         value = inner.decode(key, data, like, id, n)
         return jax.tree.map(lambda leaf: leaf * jnp.asarray(n / m, leaf.dtype), value)
 
+    def length(key, like, id=0, n=1):
+        here, key = draw(key, id, n)
+        return payload_bytes(inner, key, like, id, n) if here else 0
+
     def outcomes(xs):
         n = len(xs)
         assert inner.outcomes is not None
@@ -96,6 +100,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         lambda d, n=1: m / n * inner.kept(d, n),
         inner.outcomes and outcomes,
         absence=True,
+        length=length,
     )
 
 
@@ -162,7 +167,12 @@ def perm_k() -> Compressor:
                 value.append(np.where(mine, factor(d, n) * xs, 0.0))
         return np.full(len(value), 1 / len(value)), np.array(value)
 
-    return on_vectors(
+    def length(key, like, id=0, n=1):
+        d, dtypes = tree.size(like), [leaf.dtype for leaf in jax.tree.leaves(like)]
+        owned = max(1, d // n) if d % n == 0 or d < n else int(jnp.sum(_owned(key, d, id, n)))
+        return owned * (dtypes[0] if len(dtypes) == 1 else jnp.result_type(*dtypes)).itemsize
+
+    made = on_vectors(
         "perm-k",
         compress=compress,
         bits=bits,
@@ -175,3 +185,4 @@ def perm_k() -> Compressor:
         kept=lambda d, n: max(1.0, d / n),
         outcomes=outcomes,
     )
+    return made._replace(length=length)

@@ -72,9 +72,41 @@ def on_vectors(
         parts = [flat[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends)]
         return treedef.unflatten([part.astype(leaf.dtype, copy=False) for part, leaf in zip(parts, leaves)])
 
+    def length(key, like, id=0, n=1):
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+        dtype = dtypes[0] if len(dtypes) == 1 else jnp.result_type(*dtypes)
+        return int(bits(key, tree.size(like), dtype, id, n)) // 8
+
     return Compressor(
-        name, on_tree, lambda d, n=1: constants(d, n), encode, decode, lambda d, n=1: kept(d, n), outcomes
+        name,
+        on_tree,
+        lambda d, n=1: constants(d, n),
+        encode,
+        decode,
+        lambda d, n=1: kept(d, n),
+        outcomes,
+        length=length,
     )
+
+
+def payload_bytes(compressor: Compressor, key, like, id=0, n: int = 1) -> int:
+    """The length of a message on the host, an exact integer at any size.
+
+    Args:
+        compressor: whose message it is.
+        key: of the round.
+        like: arrays or `jax.ShapeDtypeStruct`s of the shapes and dtypes of x.
+        id: of the client.
+        n: number of clients.
+
+    Returns:
+        `compressor.length`; for a compressor without it the bits of `compress`, and above 2^24 of them the next float32 number.
+    """
+    if compressor.length is not None:
+        return compressor.length(key, like, id, n)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    bits = np.asarray(compressor.compress(key, zeros, id, n).bits)
+    return int(bits if bits < 2**24 else np.nextafter(bits, np.inf, dtype=bits.dtype)) // 8
 
 
 def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor:
@@ -88,12 +120,19 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
     def at(d: int) -> Compressor:
         return compressor if isinstance(compressor, Compressor) else compressor(d)
 
-    @partial(jax.jit, static_argnames="n")
-    def priced(key, flat, id, n):
-        """The key of each leaf and the length of its message, which may depend on the round: one program for all leaves."""
-        keys = [jax.random.fold_in(key, i) for i in range(len(flat))]
-        messages = [at(leaf.size).compress(key, leaf, id, n) for key, leaf in zip(keys, flat)]
-        return keys, [message.bits for message in messages]
+    @partial(jax.jit, static_argnames="count")
+    def keys_of(key, count):
+        """The key of each leaf: one program for all leaves."""
+        return [jax.random.fold_in(key, i) for i in range(count)]
+
+    def lengths(key, like, id, n):
+        """The keys of the leaves, and the exact length of the message of each, which may depend on the round"""
+        flat = jax.tree.leaves(like)
+        keys = keys_of(key, len(flat))
+        return keys, [payload_bytes(at(tree.size(leaf)), k, leaf, id, n) for k, leaf in zip(keys, flat)]
+
+    def length(key, like, id=0, n=1):
+        return sum(lengths(key, like, id, n)[1])
 
     def leaves(key, x):
         flat, treedef = jax.tree.flatten(x)
@@ -116,8 +155,8 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
 
     def decode(key, data, like, id=0, n=1):
         flat, treedef = jax.tree.flatten(like)
-        keys, bits = priced(key, flat, id, n)
-        ends = [*accumulate(int(one) // 8 for one in jax.device_get(bits))]
+        keys, sizes = lengths(key, like, id, n)
+        ends = [*accumulate(sizes)]
         if ends[-1] != len(data):
             raise ValueError(f"{name}: a message of {ends[-1]} bytes was expected, got {len(data)}")
         return treedef.unflatten(
@@ -131,4 +170,4 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         return float(sum(at(d).kept(d, n) for d in ([sizes] if isinstance(sizes, int) else sizes)))
 
     name = f"leafwise({compressor.name if isinstance(compressor, Compressor) else 'function of size'})"
-    return Compressor(name, compress, constants, encode, decode, kept)
+    return Compressor(name, compress, constants, encode, decode, kept, length=length)

@@ -35,7 +35,7 @@ for devices in {DEVICES}:
     # The rows are padded first, as each process does it: {N} of them are clients.  What is measured is the program that runs.
     rows, even = parallel.pad_rows((state.clients, data), devices)
     begin = state._replace(clients=rows)
-    program = parallel.run.lower(key, algorithm, hparams, begin, even, 60, mesh, n={N}).compile()
+    program = parallel.compiled_run.lower(key, algorithm, hparams, begin, even, 60, mesh, n={N}).compile()
     params, moved = program(key, hparams, begin, even)[0].server.params, parallel.collectives(program)
     found[devices] = (float(jnp.abs(params - wanted).max()), moved.bytes, sum(moved.counts.values()))
 print(json.dumps([found, parallel.bytes_up(algorithm, hparams, state, data), float(jnp.abs(wanted).max())]))

@@ -189,7 +189,7 @@ def test_joint_compressors_are_refused_as_a_cohort_s_and_independent_ones_are_no
         joint = "nice" in name or "perm" in name
         refused = pytest.raises(ValueError, match=r"joins the clients .*allowed: one that is independent over clients")
         with refused if joint else contextlib.nullcontext():
-            federation.run(KEY, algorithm, None, many, fetch, 0, 2)
+            federation.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, fetch, 0, 2)
 
 
 def run_of(many, rounds, fetch=lambda ids: ids[:, None] * np.ones(4)):

@@ -261,11 +261,27 @@ def test_a_number_of_clients_that_is_none_is_refused(n):
 
 def test_gradients_of_another_number_of_clients_are_refused():
     tx = optax_face.ef_bv(compressors.identity(), 3, KEY, lam=1.0, nu=1.0)
-    with pytest.raises(ValueError, match=r"n is 3 clients over 1 devices, got 3 of them, and gradients of \[2\] rows"):
+    wrong = r"grads must have a leading axis of 3 clients .*got leaves of shapes \[\(2, 4\)\], allowed: \[\(3, 4\)\]"
+    with pytest.raises(ValueError, match=wrong):
         tx.update(jnp.ones((2, 4)), tx.init(jnp.ones(4)))
-    with pytest.raises(ValueError, match=r"n is 3 clients over 1 devices, got 2 of them, and gradients of \[2\] rows"):
+    with pytest.raises(ValueError, match=wrong):
         mean = optax_face.compressed_mean(compressors.identity(), 3, KEY)
         mean.update(jnp.ones((2, 4)), mean.init(jnp.ones(4)))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3,), (3, 2)])
+def test_plain_gradients_without_a_client_axis_are_refused(shape):
+    params = {"w": jnp.ones(shape)}
+    grads = params  # what jax.grad(loss)(params, batch) gives
+    for made in (
+        optax_face.ef_bv(compressors.identity(), 3, KEY, lam=1.0, nu=1.0),
+        optax_face.compressed_mean(compressors.identity(), 3, KEY),
+        optax_face.per_client(optax.ema(0.5), 3),
+    ):
+        with pytest.raises(
+            ValueError, match=r"grads must have a leading axis of 3 clients \(n = 3 clients\), as jax.vmap"
+        ):
+            made.update(grads, made.init(params), params)
 
 
 def test_another_number_of_devices_than_clients_is_refused():
@@ -278,7 +294,7 @@ def test_another_number_of_devices_than_clients_is_refused():
         in_specs=(P(optax_face.AXIS), specs),
         out_specs=(P(), specs),
     )
-    with pytest.raises(ValueError, match=r"n is 8 clients over 4 devices, got 8 of them, and gradients of \[1\] rows"):
+    with pytest.raises(ValueError, match=r"leading axis of 2 clients \(n = 8 clients over 4 devices\)"):
         mapped(jnp.ones((8, 4)), state)
 
 

@@ -75,8 +75,11 @@ def test_settings_that_are_dealt_out_to_devices_are_the_same_sweep(name, devices
 def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_refuses():
     grid, keys, mesh = runner.stack([CASE.hparams] * 4), jax.random.split(KEY, 2), parallel.client_mesh(2)
     rest = CASE.init(), CASE.data, 2, mesh
-    compiled = parallel.sweep.lower(keys, CASE.algorithm, grid, *rest).compile()
-    moved, results = parallel.collectives(compiled), jax.eval_shape(parallel.sweep, keys, CASE.algorithm, grid, *rest)
+    compiled = parallel.compiled_sweep.lower(keys, CASE.algorithm, grid, *rest).compile()
+    moved, results = (
+        parallel.collectives(compiled),
+        jax.eval_shape(parallel.compiled_sweep, keys, CASE.algorithm, grid, *rest),
+    )
     assert set(moved.counts) == {"all-gather"}
     assert moved.bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
     states, metrics = parallel.sweep(
@@ -87,7 +90,7 @@ def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_r
         parallel.sweep(keys, CASE.algorithm, grid, *rest, at_once=0)
     with pytest.raises(ValueError, match="one leading axis for all"):
         parallel.sweep(keys, CASE.algorithm, CASE.hparams, *rest)
-    with pytest.raises(ValueError, match="a row of keys"):
+    with pytest.raises(TypeError, match="a row of keys"):
         parallel.sweep(KEY, CASE.algorithm, grid, *rest)
 
 

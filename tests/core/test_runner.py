@@ -126,17 +126,26 @@ def tagged(n=4, rows=5):
 
 def test_minibatches_take_rows_of_the_client_itself_and_keep_leaves_together():
     data = tagged()
-    batch = runner.minibatches(50)(KEY, jnp.arange(4), data)
-    assert batch.labels.shape == (4, 50)
+    draw = jax.vmap(lambda key: runner.minibatches(4)(key, jnp.arange(4), data))
+    batch = draw(jax.random.split(KEY, 12))
+    assert batch.labels.shape == (12, 4, 4)
     np.testing.assert_array_equal(batch.features[..., 1], batch.labels)
     for i in range(4):
-        assert set(np.asarray(batch.labels[i])) == {100.0 * i + j for j in range(5)}  # all rows, none of others
-    # weights 1/5 on 5 rows, reweighted for 50: each 1/50
-    np.testing.assert_allclose(batch.weights, np.full((4, 50), 0.02), rtol=1e-14)
+        assert set(np.asarray(batch.labels[:, i]).ravel()) == {
+            100.0 * i + j for j in range(5)
+        }  # all rows, none of others
+    # weights 1/5 on 5 rows, reweighted for 4: each 1/4
+    np.testing.assert_allclose(batch.weights, np.full((12, 4, 4), 0.25), rtol=1e-14)
+
+
+def test_minibatches_larger_than_the_data_are_refused():
+    with pytest.raises(ValueError, match=r"minibatches: size=6, but a client has 5 rows; allowed: 1 to 5"):
+        runner.minibatches(6)(KEY, jnp.arange(4), tagged())
+    assert runner.minibatches(5)(KEY, jnp.arange(4), tagged()).labels.shape == (4, 5)
 
 
 def test_minibatches_depend_on_the_key_and_on_the_id_but_not_on_the_place_of_a_client():
-    batch, data = runner.minibatches(6), tagged()
+    batch, data = runner.minibatches(5), tagged()
     order = jnp.asarray([2, 0, 3, 1])
     straight = batch(KEY, jnp.arange(4), data)
     shuffled = batch(KEY, order, jax.tree.map(lambda leaf: leaf[order], data))
@@ -202,5 +211,5 @@ def test_a_sweep_says_what_its_hparams_and_keys_must_be():
         ):
             runner.sweep(keys, algorithm, hparams, state, data, 1)
     for wrong in (jax.random.key(0), jnp.arange(2)):
-        with pytest.raises(ValueError, match=r"keys: .*; allowed: a row of keys, as jax.random.split"):
+        with pytest.raises(TypeError, match=r"key must be a row of keys, jax.random.split\(key, number\), got "):
             runner.sweep(wrong, algorithm, runner.stack([one]), state, data, 1)

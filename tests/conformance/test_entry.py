@@ -1,0 +1,165 @@
+"""What a run refuses before it begins, over `tests/registry.py`; and that the registry has every method.  Nothing is compiled."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from commjax import algorithms, checks, federation, parallel, runner
+from commjax.algorithms import ef_bv, fedavg, scafflix
+from commjax.base import Algorithm, State
+from tests import registry
+from tests.registry import build
+
+KEY = jax.random.key(7)
+ALL = pytest.mark.parametrize("name", registry.NAMES)
+
+
+@pytest.fixture(autouse=True)
+def types_unchecked():
+    """As in production: our own errors, not those of the types that tests check."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def public_factories():
+    """Every public function of a module of commjax.algorithms that is annotated to return an Algorithm"""
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        found = importlib.import_module(f"commjax.algorithms.{module.name}")
+        for name, function in inspect.getmembers(found, inspect.isfunction):
+            mine = inspect.unwrap(function).__module__ == found.__name__ and not name.startswith("_")
+            if mine and inspect.unwrap(function).__annotations__.get("return") in (Algorithm, "Algorithm"):
+                yield f"{module.name}.{name}"
+
+
+def test_the_registry_calls_every_public_factory_of_algorithms():
+    tree = ast.parse(Path(registry.__file__).read_text())
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {f"{f.value.id}.{f.attr}" for f in calls if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name)}
+    factories = set(public_factories())
+    assert {"ef_bv.gd", "fedcr_layers.fedcr_layers", "scafflix.iterations", "fedp3.released"} < factories
+    assert factories - called == set()
+
+
+class Other(NamedTuple):
+    gamma: float = 0.1
+
+
+@ALL
+def test_another_method_s_hparams_or_state_a_dict_and_an_int_are_refused_by_every_run(name):
+    case, spec = build(name), build(name).algorithm.spec
+    state = case.init()
+    other = State(Other(), state.clients), State(state.server, Other())
+    kind = f"{spec.hparams.__module__.rpartition('.')[2]}.HParams"
+    runs = [runner.run, lambda *inputs: runner.loop(*inputs, progress=False)]
+    runs += [lambda *inputs: parallel.run(*inputs, parallel.client_mesh(2))]
+    for run in runs:
+        for hparams, got in (
+            (dict(case.hparams._asdict()), "dict"),
+            (Other(), r"test_entry.Other\(gamma\)"),
+            (0.1, "float 0.1"),
+        ):
+            with pytest.raises(
+                TypeError, match=rf"hparams must be {kind}\({', '.join(case.hparams._fields)}\), got {got}"
+            ):
+                run(KEY, case.algorithm, hparams, state, case.data, 1)
+        for wrong in other:
+            with pytest.raises(TypeError, match=r"state\.(server|clients) must be .*of another method|algorithm.init"):
+                run(KEY, case.algorithm, case.hparams, wrong, case.data, 1)
+        for wrong in (state.server.params, None, (state.server, state.clients)):
+            with pytest.raises(TypeError, match=r"state must be what algorithm.init\(params, ids\) makes, got "):
+                run(KEY, case.algorithm, case.hparams, wrong, case.data, 1)
+        for key in (0, jnp.zeros(2, jnp.uint32), None):
+            with pytest.raises(TypeError, match=r"key must be one key, jax.random.key\(seed\), got "):
+                run(key, case.algorithm, case.hparams, state, case.data, 1)
+        for rounds in (-1, 2.0, True, None):
+            with pytest.raises(ValueError, match="num_rounds must be an integer of at least 0, got "):
+                run(KEY, case.algorithm, case.hparams, state, case.data, rounds)
+        with pytest.raises(TypeError, match="algorithm must be an Algorithm"):
+            run(KEY, case.algorithm.step, case.hparams, state, case.data, 1)
+    with pytest.raises(TypeError, match="hparams must be"):
+        runner.sweep(KEY[None], case.algorithm, runner.stack([Other()]), state, case.data, 1)
+    for ids in (8, np.float64(8), jnp.zeros(8), [0, 1], jnp.zeros((2, 2), int)):
+        with pytest.raises(TypeError, match=r"ids must be a vector of client numbers, such as jnp.arange\(n\), got "):
+            case.algorithm.init(case.params, ids, **case.per_client)
+
+
+def concrete(hparams):
+    return [(name, value) for name, value in hparams._asdict().items() if np.ndim(value) == 0]
+
+
+@ALL
+def test_hparams_that_are_not_finite_are_refused_by_name_also_inside_a_sweep(name):
+    case = build(name)
+    for field, value in concrete(case.hparams):
+        wrong = case.hparams._replace(**{field: float("nan")})
+        with pytest.raises(ValueError, match=rf"{field}=nan; allowed: "):
+            runner.run(KEY, case.algorithm, wrong, case.init(), case.data, 1)
+        if not isinstance(value, int):
+            grid = runner.stack([case.hparams, wrong])
+            with pytest.raises(ValueError, match=rf"{field}=nan; allowed: "):
+                runner.sweep(KEY[None], case.algorithm, grid, case.init(), case.data, 1)
+
+
+@ALL
+def test_inside_jit_and_vmap_only_types_are_checked(name):
+    case = build(name)
+    strong = jax.tree.map(lambda leaf: jnp.asarray(leaf), case.hparams)
+
+    def run(hparams, state, data):
+        return runner.run(KEY, case.algorithm, hparams, state, data, 1)
+
+    state, metrics = jax.eval_shape(run, strong, case.init(), case.data)
+    assert state.server.round.shape == () and metrics.loss.shape == (1,)
+
+
+WRONG = [
+    ("scafflix", {"p": 2.0}, r"p=2.0; allowed: 0 < p <= 1"),
+    ("scafflix", {"alpha": -0.5}, r"alpha=-0.5; allowed: 0 to 1"),
+    ("scafflix", {"gamma": np.ones(3)}, r"gamma has shape \(3,\); allowed: one number, or one for each of 8 clients"),
+    ("ef-bv comp", {"gamma": -1.0}, r"gamma=-1.0; allowed: positive and finite"),
+    ("ef-bv comp", {"gamma": np.ones(2)}, r"gamma has shape \(2,\); allowed: one number"),
+    ("ef-bv comp", {"nu": "one"}, r"nu must be a number, got 'one'"),
+    ("fedprox", {"mu": -1.0}, r"mu=-1.0; allowed: at least 0 and finite"),
+    ("fedcr", {"mix": 1.5}, r"mix=1.5; allowed: 0 to 1"),
+    ("ldp-fedp3", {"rate": 0.0}, r"rate=0.0; allowed: 0 < rate <= 1"),
+    ("sppm-as", {"rounds": 1.5}, r"rounds=1.5; allowed: a whole number of at least 1"),
+    ("mb-local-gd", {"steps": 0}, r"steps=0; allowed: a whole number of at least 1"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", WRONG)
+def test_raw_hparams_are_validated(name, change, message):
+    case = build(name)
+    with pytest.raises((ValueError, TypeError), match=message):
+        runner.run(KEY, case.algorithm, case.hparams._replace(**change), case.init(), case.data, 1)
+
+
+def test_a_federation_and_a_method_without_a_spec_are_checked_as_far_as_possible():
+    algorithm = fedavg.fedavg(registry.VALUE_AND_GRAD, steps=1, cohort=2)
+    many = federation.start(algorithm, jnp.ones(registry.D), 4)
+
+    good = fedavg.HParams(0.1)
+
+    def run(key=KEY, hparams=good, rounds=1, many=many):
+        return federation.run(key, algorithm, hparams, many, lambda ids: None, rounds)
+
+    with pytest.raises(TypeError, match=r"hparams must be fedavg.HParams\(stepsize, server\), got scafflix.HParams"):
+        run(hparams=scafflix.HParams(0.1, 1.0, 1.0))
+    with pytest.raises(ValueError, match="num_rounds must be an integer of at least 0, got -1"):
+        run(rounds=-1)
+    with pytest.raises(TypeError, match="key must be one key"):
+        run(key=0)
+    other = ef_bv.ef_bv(registry.VALUE_AND_GRAD, registry.COMPRESSORS["comp"])
+    with pytest.raises(TypeError, match=r"state.server must be fedavg.Server\(round, params\), got ef_bv.Server"):
+        run(many=federation.start(other, jnp.ones(registry.D), 4))
+    checks.hparams_of(algorithm._replace(spec=None), {"anything": 1}, 4)
