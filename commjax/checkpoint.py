@@ -310,6 +310,22 @@ def load(
     Returns:
         (state, history).  A file that is damaged, truncated, of another format, structure or run raises CheckpointError.
     """
+    return load_all(path, like, identity)[:2]
+
+
+def load_all(
+    path: str | Path, like: PyTree, identity: dict[str, str] | None = None
+) -> tuple[PyTree, dict[str, np.ndarray], dict[str, str]]:
+    """`load`, with the whole stored identity.
+
+    Args:
+        path: The file.
+        like: A state of the wanted structure; the loaded leaves are placed on its devices.
+        identity: Entries that the stored identity must have; None checks none.
+
+    Returns:
+        (state, history, identity); CheckpointError as in `load`.
+    """
     arrays, metadata = _read(path)
     found, stored, wanted = _texts(path, metadata, "structure"), _texts(path, metadata, "identity"), _structure(like)
     if found != wanted:
@@ -335,7 +351,7 @@ def load(
             f"{path} is not a readable checkpoint: tensor {unknown[:200]!r} has no place in its structure"
         )
     history = {name.removeprefix("history/"): values for name, values in arrays.items()}
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), history
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), history, stored
 
 
 def check_identity(path: str | Path, stored: dict[str, str], identity: dict[str, str]) -> None:
@@ -357,15 +373,3 @@ def check_identity(path: str | Path, stored: dict[str, str], identity: dict[str,
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def stored_identity(path: str | Path) -> dict[str, str]:
-    """The identity in a checkpoint.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What `save` was given as `identity`; a file that is damaged or of another format raises CheckpointError.
-    """
-    return _texts(path, _read(path)[1], "identity")

@@ -80,6 +80,7 @@ def test_the_identity_is_checked_only_if_it_is_given(tmp_path):
     path = saved(tmp_path / "run")
     assert checkpoint.load(path, state())[0].server["round"] == 7
     assert checkpoint.load(path, state(), {"key": "00"})[0].server["round"] == 7
+    assert checkpoint.load_all(path, state())[2] == IDENTITY
     for name, value in {"key": "01", "hparams": "[0.2]", "program": "ab"}.items():
         with pytest.raises(CheckpointError, match=f"another run: {name} is .* there, .*{value[-3:-1]}"):
             checkpoint.load(path, state(), {**IDENTITY, name: value})
@@ -222,14 +223,6 @@ def test_tensors_that_do_not_fit_the_structure_are_refused(tmp_path, arrays, mes
     path = forged(tmp_path / "forged", arrays, structure=STRUCTURE, identity="{}")
     with pytest.raises(CheckpointError, match=f"forged is not a readable checkpoint: {message}"):
         checkpoint.load(path, LIKE)
-
-
-def test_the_stored_identity_can_be_read_alone(tmp_path):
-    path = saved(tmp_path / "run")
-    assert checkpoint.stored_identity(path) == IDENTITY
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="run is not a readable checkpoint"):
-        checkpoint.stored_identity(path)
 
 
 def test_a_symbolic_link_stays_a_link_and_its_target_is_replaced(tmp_path):
