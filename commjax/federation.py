@@ -116,15 +116,15 @@ def _check_file(path: Path, row: np.ndarray, n: int) -> None:
     """A client file of exactly n such rows, opened so that it cannot change."""
     try:
         found = np.lib.format.open_memmap(path, "r")
-        size = found.offset + max(1, found.nbytes)  # NumPy gives an empty array one byte
     except Exception as error:  # also what NumPy's parser of headers may raise
         raise checkpoint.CheckpointError(f"{path} is not a readable client file: {error!r}") from error
     # A file does not know bfloat16.
     dtype = row.dtype if found.dtype == np.dtype((np.void, row.dtype.itemsize)) else found.dtype
     if (found.shape, dtype) != ((n, *row.shape), row.dtype):
         raise checkpoint.CheckpointError(f"{path} is {dtype}{list(found.shape)}, expected {row.dtype}{[n, *row.shape]}")
-    if path.stat().st_size != size:
-        raise checkpoint.CheckpointError(f"{path} has {path.stat().st_size} bytes, expected {size}")
+    size = path.stat().st_size
+    if found.nbytes and size != found.offset + found.nbytes:
+        raise checkpoint.CheckpointError(f"{path} has {size} bytes, expected {found.offset + found.nbytes}")
 
 
 def _start_identity(algorithm: Algorithm, server: Any, first: Any, n: int) -> dict[str, str]:
