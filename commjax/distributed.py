@@ -219,7 +219,10 @@ def loop(
     config: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> tuple[State, Record]:
-    """`runner.loop` on the devices of all processes; process 0 reads and writes the checkpoint, and has the whole record."""
+    """`runner.loop` on the devices of all processes; process 0 reads and writes the checkpoint, and has the whole record.
+
+    A SIGTERM or SIGINT that one process receives ends all of them after the same chunk, with the same exit status.
+    """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     checks.entry(key, algorithm, hparams, state, num_rounds, n=n)
@@ -237,21 +240,28 @@ def loop(
     done = int(state.server.round)
     if done > num_rounds:
         raise ValueError(f"num_rounds is {num_rounds}, but {checkpoint or 'the state'} is in round {done} already")
-    while done < num_rounds:
-        length = min(chunk, num_rounds - done)
-        state, metrics = parallel.compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
-        found = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
-        bad = runner.first_bad_round(found, state, done)  # the same on all processes: the server is replicated
-        if bad is not None:
-            kept = f"; {checkpoint} is that of round {done}" if checkpoint and history else ""
-            raise runner.DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")
-        history = {name: np.concatenate([history.get(name, np.zeros(0)), values]) for name, values in found.items()}
-        done += length
-        if checkpoint is not None:
-            whole = gathered(state, n)
-            if first:
-                checkpoints.save(checkpoint, whole, history, identity)
-        if progress and first:
-            print(f"round {done} of {num_rounds}, loss {found['loss'][-1]:.6g}", file=sys.stderr, flush=True)
+    written = checkpoint if done < num_rounds else None
+    with checkpoints.writing(written, lock=first) as signals:
+        while done < num_rounds:
+            length = min(chunk, num_rounds - done)
+            state, metrics = parallel.compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
+            signals.wait(metrics)
+            found = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
+            bad = runner.first_bad_round(found, state, done)  # the same on all processes: the server is replicated
+            if bad is not None:
+                kept = f"; {checkpoint} is that of round {done}" if checkpoint and history else ""
+                raise runner.DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")
+            history = {name: np.concatenate([history.get(name, np.zeros(0)), values]) for name, values in found.items()}
+            done += length
+            if checkpoint is not None:
+                whole = gathered(state, n)
+                if first:
+                    checkpoints.save(checkpoint, whole, history, identity)
+            if progress and first:
+                print(f"round {done} of {num_rounds}, loss {found['loss'][-1]:.6g}", file=sys.stderr, flush=True)
+            if checkpoint is not None:
+                number = int(np.max(multihost_utils.process_allgather(np.int32(signals.signum or 0))))
+                text = f"{checkpoint} is saved in round {done}; the same call continues there" if first else ""
+                signals.act(text, number or None)
     settings = {"num_rounds": num_rounds, "hparams": hparams, "processes": jax.process_count(), **(config or {})}
     return state, Record(settings, environment(), history)

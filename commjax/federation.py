@@ -7,6 +7,7 @@ h = mean_i h_i), so it is open to two kinds of methods only:
     send 0 and keep their h_i.  C must be independent over clients.  Tune with `compressors.m_nice(m, C).constants(d, n)`.
 """
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from commjax import checkpoint, checks, clients, tree
+from commjax import checkpoint, checks, clients, runner, tree
 from commjax.base import Algorithm, Key, Message, Metrics, Params, Round
 from commjax.runner import DivergedError
 
@@ -54,36 +55,118 @@ def start(
             server, jax.tree.map(lambda row: _filled(np.zeros((n, *row.shape), row.dtype), row), first), n
         )
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"folder: {folder} is not empty; allowed: a new one (to go on with this one, see reopen)")
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        _filled(np.lib.format.open_memmap(path, "w+", row.dtype, (n, *row.shape)), row)
-        for path, row in _files(folder, first)
-    ]
-    federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
-    _log(
-        federation, server, np.zeros(0, np.int32), jax.tree.map(lambda row: np.zeros((0, *row.shape), row.dtype), first)
-    )
+    with checkpoint.writing(folder / _SERVER):
+        # A `start` that was killed leaves files of these names and no server.
+        known = {path.name for path, _ in _files(folder, first)} | {f".{_SERVER}.lock"}
+        if not {path.name for path in folder.iterdir()} <= known:
+            raise ValueError(f"folder: {folder} is not empty; allowed: a new one (to go on with this one, see reopen)")
+        rows = [
+            _filled(np.lib.format.open_memmap(path, "w+", row.dtype, (n, *row.shape)), row)
+            for path, row in _files(folder, first)
+        ]
+        federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
+        nobody = jax.tree.map(lambda row: np.zeros((0, *row.shape), row.dtype), first)
+        _log(federation, server, np.zeros(0, np.int32), nobody, _start_identity(algorithm, server, first, n))
     return federation
 
 
 def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **per_client: Any) -> Federation:
-    """What `start` made in `folder` with these arguments, as the last whole round left it, also where the process was killed in the
-    midst of one (after a power cut, rows may be older than their server)."""
+    """Open what `start` made in `folder`, as the last whole round left it, also where the process was killed in the midst of one.
+
+    Checked: the digest of the server's file with the last cohort's rows; structure, dtype, shape and exact size of each client
+    file; n, the compressor's name and the first state.  `run` then checks the key, the hyperparameters and the program (loss,
+    compressor, cohort size) against those of the run that the folder holds.  Not checked: the content of client files, which are
+    too large to read in each round, and the data behind `fetch`, of which a run sees a cohort at a time.  After a power cut, rows
+    may be older than their server.
+
+    Args:
+        algorithm: As `start` had it.
+        params: As `start` had it.
+        n: As `start` had it.
+        folder: The folder.
+        **per_client: As `start` had it.
+
+    Returns:
+        The federation.  A folder of another run, or with a file that is damaged, raises CheckpointError and stays as it is.
+    """
     folder, (server, first) = Path(folder), _first(algorithm, params, n, per_client)
-    server, log = checkpoint.load(folder / _SERVER, server, {"n": str(n)})
-    rows = []
-    for path, row in _files(folder, first):
-        found = np.lib.format.open_memmap(path, "r+")
-        if found.dtype == np.dtype((np.void, row.dtype.itemsize)):  # a file does not know bfloat16
-            found = found.view(row.dtype)
-        if (found.shape, found.dtype) != ((n, *row.shape), row.dtype):
-            raise ValueError(f"{path} is {found.dtype}{list(found.shape)}, expected {row.dtype}{[n, *row.shape]}")
-        rows.append(found)
-    federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
-    _put(federation.rows, log["ids"].astype(np.int32), [log[f"rows {i}"] for i in range(len(rows))])
+    path = folder / _SERVER
+    if not path.exists():
+        raise checkpoint.CheckpointError(f"{path} does not exist; allowed: a folder that start has made")
+    with checkpoint.writing(path):
+        server, log = checkpoint.load(path, server, _start_identity(algorithm, server, first, n))
+        files = _files(folder, first)
+        for file, row in files:
+            _check_file(file, row, n)
+        rows = [np.lib.format.open_memmap(file, "r+").view(row.dtype) for file, row in files]
+        federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
+        _put(federation.rows, *_last_cohort(path, log, [row for _, row in files], n))
     return federation
+
+
+def _last_cohort(path: Path, log: dict[str, np.ndarray], rows: list[np.ndarray], n: int) -> tuple[Any, Any]:
+    """The ids and rows in the server's file."""
+    ids, new = log.get("ids", np.zeros(())), [log.get(f"rows {i}", np.zeros(())) for i in range(len(rows))]
+    fits = ids.ndim == 1 and all(one.shape == (len(ids), *row.shape) for one, row in zip(new, rows))
+    if not fits or not np.all((ids >= 0) & (ids < n) & (ids % 1 == 0)):
+        raise checkpoint.CheckpointError(f"{path} has no rows of the last cohort that fit {n} clients")
+    return ids.astype(np.int32), new
+
+
+def _check_file(path: Path, row: np.ndarray, n: int) -> None:
+    """A client file of exactly n such rows, opened so that it cannot change."""
+    try:
+        found = np.lib.format.open_memmap(path, "r")
+    except Exception as error:  # also what NumPy's parser of headers may raise
+        raise checkpoint.CheckpointError(f"{path} is not a readable client file: {error!r}") from error
+    # A file does not know bfloat16.
+    dtype = row.dtype if found.dtype == np.dtype((np.void, row.dtype.itemsize)) else found.dtype
+    if (found.shape, dtype) != ((n, *row.shape), row.dtype):
+        raise checkpoint.CheckpointError(f"{path} is {dtype}{list(found.shape)}, expected {row.dtype}{[n, *row.shape]}")
+    size = path.stat().st_size
+    if found.nbytes and size != found.offset + found.nbytes:
+        raise checkpoint.CheckpointError(f"{path} has {size} bytes, expected {found.offset + found.nbytes}")
+
+
+def _start_identity(algorithm: Algorithm, server: Any, first: Any, n: int) -> dict[str, str]:
+    compressor = algorithm.exchange.compressor if algorithm.exchange is not None else None
+    return {
+        "n": str(n),
+        "compressor": compressor.name if compressor is not None else "none",
+        "start": checkpoint.digest((server, first)),
+    }
+
+
+def _run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, str]:
+    """What the folder's file says about its run; another key or other hyperparameters, and rounds that another process added, are
+    refused."""
+    if federation.folder is None:
+        return {}
+    path = federation.folder / _SERVER
+    server, _, stored = checkpoint.load_all(path, federation.server)
+    if checkpoint.digest(server) != checkpoint.digest(federation.server):
+        raise checkpoint.CheckpointError(
+            f"{path} has another server, in round {int(server.round)}, than the federation, in round "
+            f"{int(federation.server.round)}; allowed: the federation of the last run, or that of reopen"
+        )
+    given = checkpoint.fingerprint(key, hparams)
+    checkpoint.check_identity(path, stored, {name: text for name, text in given.items() if name in stored})
+    return {**stored, **given}
+
+
+def _program_identity(path: Path, stored: dict[str, str], step: Any, inputs: tuple[Any, ...]) -> dict[str, str]:
+    """`stored` with the program, which is traced for the batch shapes of the folder's first round; another program is refused."""
+    key, hparams, server, rows, batch = inputs
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(batch)]
+    identity = {"batch": json.dumps([f"{one.dtype}, {one.ndim} axes" for one in types])}
+    checkpoint.check_identity(path, stored, {name: text for name, text in identity.items() if name in stored})
+    shapes = json.loads(stored.get("batch shapes", json.dumps([one.shape[1:] for one in types])))
+    like = [jax.ShapeDtypeStruct((len(rows.id), *shape), one.dtype) for shape, one in zip(shapes, types, strict=True)]
+    strong = jax.tree.map(np.asarray, (hparams, server))
+    traced = step.trace(key, *strong, rows, jax.tree.unflatten(jax.tree.structure(batch), like))
+    identity |= {"program": checkpoint.digest(runner.program(traced.jaxpr)), "batch shapes": json.dumps(shapes)}
+    checkpoint.check_identity(path, stored, {name: text for name, text in identity.items() if name in stored})
+    return {**stored, **identity}
 
 
 _SERVER = "server.safetensors"
@@ -110,11 +193,11 @@ def _files(folder: Path, first: Any) -> list[tuple[Path, np.ndarray]]:
     return [(folder / f"{i:03}{name}.npy", leaf) for i, (name, (_, leaf)) in enumerate(zip(plain, named))]
 
 
-def _log(federation: Federation, server: Any, ids: np.ndarray, rows: PyTree) -> None:
+def _log(federation: Federation, server: Any, ids: np.ndarray, rows: PyTree, identity: dict[str, str]) -> None:
     """Before rows are written: if that is interrupted, `reopen` does it again.  float64 holds every other dtype."""
     if federation.folder is not None:
         history = {"ids": ids} | {f"rows {i}": leaf for i, leaf in enumerate(jax.tree.leaves(rows))}
-        checkpoint.save(federation.folder / _SERVER, server, history, {"n": str(federation.n)})
+        checkpoint.save(federation.folder / _SERVER, server, history, identity)
 
 
 def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
@@ -204,7 +287,16 @@ def run(
     or an interrupt on the way is a `StoppedError`, which has the federation as it is then.  So is a member's message that is not finite
     or absurdly large (`clients.acceptable`), and a model that is not finite: the cause is a `DivergedError` that names the clients and
     the round, and that round is not written.  A robust reducer leaves such messages out instead.
+
+    A folder holds one run: another key, other hyperparameters or another program raise CheckpointError, and so does a second
+    process.  SIGTERM and SIGINT wait for the running round, which the folder then holds, and act as usual (exit status 143,
+    KeyboardInterrupt): continue with `reopen`.  A second signal acts at once.
     """
+    with checkpoint.writing(None if federation.folder is None else federation.folder / _SERVER) as signals:
+        return _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, size, draw)
+
+
+def _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, size, draw):
     server, store, n, folder = federation
     m, _ = _size(algorithm, n, size)
     _check_independent(algorithm, server, n)
@@ -214,19 +306,31 @@ def run(
     checks.hparams_of(algorithm, hparams, n)
     step = cohort_step(algorithm, n, size)
     first, seen, writing = int(server.round), [], None
+    identity, plain = _run_identity(federation, key, hparams), False
     try:
         for number in range(first, first + num_rounds):
             ids = draw(key, number, n, m)
             rows = jax.tree.map(lambda leaf, ids=ids: leaf[ids], store)._replace(id=ids)
-            after, rows, metrics, accepted = step(key, hparams, server, rows, fetch(ids))
+            batch = fetch(ids)
+            if folder is not None and number == first:
+                plain = True  # its error is raised as it is
+                identity = _program_identity(folder / _SERVER, identity, step, (key, hparams, server, rows, batch))
+                plain = False
+            after, rows, metrics, accepted = step(key, hparams, server, rows, batch)
+            signals.wait(metrics)
             _check_finite(algorithm, number, ids[~np.asarray(accepted)], after)
             rows = jax.device_get(rows._replace(id=()))
-            _log(federation, after, ids, rows)
+            _log(federation, after, ids, rows, identity)
             writing = (ids, rows, after, metrics)
             _put(store, ids, rows)
             server, writing = after, None
             seen.append(metrics)
+            plain = True  # so is a signal's
+            signals.act(f"{folder} is saved in round {int(server.round)}; reopen it to continue")
+            plain = False
     except (Exception, KeyboardInterrupt) as error:
+        if plain:
+            raise
         if writing is not None:  # interrupted in the midst of it: again
             ids, rows, server, metrics = writing
             _put(store, ids, rows)

@@ -257,7 +257,9 @@ def loop(
 
     The run ends at round `num_rounds`.  If the checkpoint exists, it goes on from there, bit for bit as if it had never
     stopped; a checkpoint of another program, start, data, key or hparams is refused.  A run that diverges raises
-    `DivergedError` and leaves the last good one in place.
+    `DivergedError` and leaves the last good one in place.  A second process that writes the same checkpoint is refused.
+    SIGTERM and SIGINT wait for the running chunk and its checkpoint, then act as usual (exit status 143, KeyboardInterrupt); a
+    second signal acts at once.
 
     A chunk writes over the state of the one before: `evaluate` may read the state it gets and not keep it.
 
@@ -300,10 +302,12 @@ def loop(
 
     if not history:
         evaluated()
-    with progress_bar(label, num_rounds, done, enabled=progress) as advance:
+    written = checkpoint if done < num_rounds else None
+    with checkpoints.writing(written) as signals, progress_bar(label, num_rounds, done, enabled=progress) as advance:
         while done < num_rounds:
             length = min(chunk, num_rounds - done)
             state, metrics = advance_by(key, algorithm, hparams, state, data, length, batch_fn)
+            signals.wait(metrics)
             rows = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
             bad = None if swept else first_bad_round(rows, state, done)
             if bad is not None:
@@ -316,6 +320,7 @@ def loop(
             if checkpoint is not None:
                 checkpoints.save(checkpoint, state, history, identity)
             advance(done, {"loss": float(rows["loss"][..., -1].mean())})
+            signals.act(f"{checkpoint} is saved in round {done}; the same call continues there")
     history = {name: np.zeros(0) for name in Metrics._fields if name not in history} | history
     per_round = {name: values for name, values in history.items() if not name.startswith("eval/")}
     evaluations = {name.removeprefix("eval/"): values for name, values in history.items() if name.startswith("eval/")}

@@ -1,9 +1,15 @@
 """The checkpoint file: exact, atomic, and refused with a reason when it is not this run's."""
 
+import errno
+import fcntl
 import gc
 import json
 import os
+import socket
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +21,7 @@ from commjax import checkpoint
 from commjax.base import State
 from commjax.checkpoint import CheckpointError
 
+ROOT = Path(__file__).parents[2]
 HISTORY = {"loss": np.array([1.0, 0.1 + 0.2]), "eval/accuracy": np.array([[0.5, np.nan], [1e-300, -0.0]])}
 IDENTITY = {"key": "00", "hparams": "[0.1]"}
 
@@ -73,6 +80,7 @@ def test_the_identity_is_checked_only_if_it_is_given(tmp_path):
     path = saved(tmp_path / "run")
     assert checkpoint.load(path, state())[0].server["round"] == 7
     assert checkpoint.load(path, state(), {"key": "00"})[0].server["round"] == 7
+    assert checkpoint.load_all(path, state())[2] == IDENTITY
     for name, value in {"key": "01", "hparams": "[0.2]", "program": "ab"}.items():
         with pytest.raises(CheckpointError, match=f"another run: {name} is .* there, .*{value[-3:-1]}"):
             checkpoint.load(path, state(), {**IDENTITY, name: value})
@@ -110,10 +118,36 @@ def test_garbage_is_refused(tmp_path, content):
         checkpoint.load(path, state())
 
 
-def test_every_truncation_is_refused(tmp_path):
-    content = saved(tmp_path / "run").read_bytes()
-    for length in [*range(0, len(content), 97), len(content) - 1]:
-        (tmp_path / "cut").write_bytes(content[:length])
+def content(loaded):
+    """All that `load` returns, as bytes."""
+    (found, history) = loaded
+    arrays = [*checkpoint._leaves(found).items(), *sorted(history.items())]
+    return [(name, str(array.dtype), array.shape, np.asarray(array).tobytes()) for name, array in arrays]
+
+
+def test_each_of_3000_flipped_bits_is_refused_or_changes_nothing(tmp_path):
+    path, like = saved(tmp_path / "run"), jax.tree.map(np.asarray, state())
+    good, wanted = path.read_bytes(), content(checkpoint.load(path, like, IDENTITY))
+    header = int.from_bytes(good[:8], "little") + 8
+    rng = np.random.default_rng(0)
+    bits = np.unique(np.concatenate([np.arange(64), rng.choice(8 * len(good), 3000, replace=False)]))
+    assert np.sum(bits >= 8 * header) > 400  # in tensors
+    for bit in bits.tolist():
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        try:
+            found = content(checkpoint.load(path, like, IDENTITY))
+        except CheckpointError as error:
+            assert str(path) in str(error), bit
+        else:
+            assert found == wanted and bit < 8 * header, bit  # the header's JSON, spelled otherwise
+
+
+def test_every_truncation_and_extension_is_refused(tmp_path):
+    good = saved(tmp_path / "run").read_bytes()
+    for bad in [*(good[:length] for length in (*range(0, len(good), 97), len(good) - 1)), good + b"\0", good + good]:
+        (tmp_path / "cut").write_bytes(bad)
         with pytest.raises(CheckpointError, match="cut is not a readable checkpoint"):
             checkpoint.load(tmp_path / "cut", state())
 
@@ -126,19 +160,173 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 
 def test_a_safetensors_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "weights"
-    path.write_bytes(to_bytes({"w": np.ones(2)}))
-    with pytest.raises(CheckpointError, match="weights has format None, expected 'commjax-checkpoint-1'"):
-        checkpoint.load(path, state())
-    structure = json.dumps({"['x']": "float64[2]"})
-    for metadata in (
-        {},
-        {"structure": structure},
-        {"structure": structure, "identity": "{}"},
-        {"structure": "{", "identity": "{}"},
+    for dtype in (np.float64, np.float32, jnp.bfloat16):
+        path.write_bytes(to_bytes({"w": np.ones(2, dtype)}))
+        with pytest.raises(CheckpointError, match="weights has format None, expected 'commjax-checkpoint-2'"):
+            checkpoint.load(path, state())
+
+
+def test_a_checkpoint_of_the_format_without_a_checksum_is_named(tmp_path):
+    path = tmp_path / "old"
+    path.write_bytes(to_bytes({"history/loss": np.ones(2)}, {"format": "commjax-checkpoint-1", "structure": "{}"}))
+    with pytest.raises(CheckpointError, match=r"old has format 'commjax-checkpoint-1', which has no checksum.* remove"):
+        checkpoint.load(path, {})
+
+
+LIKE = {"x": jnp.ones(2)}
+STRUCTURE = json.dumps({"['x']": "float64[2]"})
+RAW = np.ones(2).view(np.uint8)
+
+
+def forged(path, arrays, **metadata):
+    """A file whose digest is right and whose content `save` would never write."""
+    metadata = {"format": "commjax-checkpoint-2", **metadata}
+    metadata = {"sha256": checkpoint._content_digest(arrays, metadata), **metadata}
+    path.write_bytes(to_bytes(arrays, metadata))
+    return path
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        None, "", "{", "null", "3", '"text"', "[]", '["x"]', "[" * 100_000, '{"a":' * 100_000, '{"[\'x\']": 3}', '{"[\'x\']": null}',
+        '{"[\'x\']": {"[\'x\']": "float64[2]"}}', '{"[\'x\']": ["float64[2]"]}', "9" * 5000, "NaN", "\ud800",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("part", ["structure", "identity"])
+def test_metadata_of_other_types_or_endless_depth_is_refused(tmp_path, part, structure):
+    metadata = {"structure": STRUCTURE, "identity": "{}", part: structure}
+    metadata = {name: text for name, text in metadata.items() if text is not None}
+    try:
+        path = forged(tmp_path / "forged", {"state/['x']": RAW}, **metadata)
+    except UnicodeEncodeError:
+        return  # safetensors does not write it
+    with pytest.raises(CheckpointError, match=f"forged is not a readable checkpoint: .*{part}"):
+        checkpoint.load(path, LIKE, {"key": "00"})
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({}, r"\['x'\] is absent, expected float64\[2\]"),
+        ({"state/['x']": RAW[:15]}, r"\['x'\] is 15 bytes, expected float64\[2\]"),
+        ({"state/['x']": np.zeros(17, np.uint8)}, r"\['x'\] is 17 bytes"),
+        ({"state/['x']": np.zeros(0, np.uint8)}, r"\['x'\] is 0 bytes"),
+        ({"state/['x']": np.ones(2)}, r"tensor \"state/\['x'\]\" is F64, expected U8"),
+        ({"state/['x']": RAW, "history/loss": np.ones(2, np.float32)}, "tensor 'history/loss' is F32, expected F64"),
+        ({"state/['x']": RAW, "history/loss": np.ones(2, np.int64)}, "tensor 'history/loss' is I64, expected F64"),
+        ({"state/['x']": RAW, "state/['y']": RAW}, r"tensor \"state/\['y'\]\" has no place in its structure"),
+        ({"state/['x']": RAW, "stranger": RAW}, "tensor 'stranger' is U8, expected no such tensor"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_structure_are_refused(tmp_path, arrays, message):
+    path = forged(tmp_path / "forged", arrays, structure=STRUCTURE, identity="{}")
+    with pytest.raises(CheckpointError, match=f"forged is not a readable checkpoint: {message}"):
+        checkpoint.load(path, LIKE)
+
+
+def test_a_symbolic_link_stays_a_link_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "far").mkdir()
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.symlink_to("far/run")  # there is no file yet
+    first.symlink_to(second)
+    for number in (1, 2):
+        checkpoint.save(first, {"x": jnp.ones(2) * number}, {}, {})
+        assert first.is_symlink() and second.is_symlink()
+        assert [one.name for one in (tmp_path / "far").iterdir()] == ["run"]
+        assert checkpoint.load(tmp_path / "far" / "run", LIKE)[0]["x"].tolist() == [number] * 2
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        checkpoint.save(tmp_path / "a", {}, {}, {})
+    assert (tmp_path / "a").is_symlink()
+
+
+def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_path):
+    ours = [".run.0123abcd", ".run.ffffffff"]
+    others = [
+        ".run.0123abc",
+        ".run.0123abcde",
+        ".run.0123ABCD",
+        "run.0123abcd",
+        ".run2.0123abcd",
+        ".r.n.0123abcd",
+        ".run",
+    ]
+    living = tmp_path / ".run.00000000"
+    for name in (*ours, *others, living.name):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / ".run.11111111").mkdir()
+    with open(living, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
+        checkpoint.write_atomically(tmp_path / "run", b"whole")
+        assert living.exists()
+    found = {one.name for one in tmp_path.iterdir()}
+    assert found == {"run", ".run.11111111", living.name, *others}
+    with checkpoint.writing(tmp_path / "run"):
+        assert not living.exists()
+
+
+LOCKED = "from commjax import checkpoint; import sys, time\nwith checkpoint.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_path):
+    path, link = tmp_path / "new" / "run", tmp_path / "link"
+    link.symlink_to(path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    first = subprocess.Popen([sys.executable, "-c", LOCKED, str(path)], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == b"1\n"
+        message = rf"new/run is being written by process {first.pid} on .*allowed: one writer at a time"
+        for name in (path, link):
+            with pytest.raises(CheckpointError, match=message), checkpoint.writing(name):
+                pytest.fail("two writers")
+        with checkpoint.writing(path, lock=False), checkpoint.writing(None):
+            pass
+    finally:
+        first.kill()
+        first.communicate()
+    lock = path.with_name(".run.lock")
+    assert lock.exists()
+    with checkpoint.writing(path):
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} "), checkpoint.writing(link):
+            pytest.fail("two writers in one process")
+    assert not any(path.parent.iterdir())
+
+
+def test_a_file_system_without_locks_is_said_and_a_lock_that_another_removed_is_taken_again(tmp_path, monkeypatch):
+    path, lock, calls = tmp_path / "run", tmp_path / ".run.lock", []
+
+    def removed_once(handle):
+        calls.append(handle)
+        if len(calls) < 3:  # the holder before went away: this file is no longer the lock
+            lock.unlink()
+        if len(calls) == 2:
+            lock.write_text("another's")
+        return True
+
+    monkeypatch.setattr(checkpoint, "_try_flock", removed_once)
+    with checkpoint.writing(path):
+        assert len(calls) == 3 and lock.exists()
+
+    def none(handle):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(checkpoint, "_try_flock", none)
+    with (
+        pytest.warns(UserWarning, match=r"run: no lock on this file system .*No locks available"),
+        checkpoint.writing(path),
     ):
-        path.write_bytes(to_bytes({"w": np.ones(2)}, {"format": "commjax-checkpoint-1", **metadata}))
-        with pytest.raises(CheckpointError, match="weights is not a readable checkpoint"):
-            checkpoint.load(path, {"x": jnp.ones(2)})
+        checkpoint.save(path, LIKE, {}, {})
+    monkeypatch.undo()
+    lock.unlink(missing_ok=True)
+    lock.mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"its lock file .*\.run\.lock cannot be opened"),
+        checkpoint.writing(path),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("broken", ["replace", "fsync"])

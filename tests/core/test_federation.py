@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import compressors, federation
+from commjax import checkpoint, compressors, federation
 from commjax.algorithms import ef_bv, fedavg, scafflix, scaffold
 from commjax.checkpoint import CheckpointError
 from commjax.problems import quadratic
@@ -263,6 +263,144 @@ def test_a_folder_is_reopened_as_the_last_whole_round_left_it(monkeypatch, tmp_p
     np.save(next(folder.glob("*.npy")), np.zeros((50, 3)))
     with pytest.raises(ValueError, match=r"is float64\[50, 3\], expected float64\[50, 4\]"):
         federation.reopen(NICE, jnp.ones(4), 50, folder)
+
+
+def on_disk(folder, rounds=2):
+    return run_of(federation.start(NICE, jnp.ones(4), 50, folder), rounds)[0]
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+HPARAMS, WIDE = ef_bv.HParams(0.01, 0.1, 0.5), lambda ids: ids[:, None] * np.ones(4)
+OTHER = {  # of equal structure
+    "key": ((jax.random.key(5), NICE, HPARAMS), WIDE),
+    "hparams": ((KEY, NICE, HPARAMS._replace(gamma=0.02)), WIDE),
+    "hparams type": ((KEY, NICE, tuple(HPARAMS)), WIDE),
+    "program": (
+        (
+            KEY,
+            ef_bv.ef_bv(lambda x, data: (jnp.sum((x - data) ** 4), 4 * (x - data) ** 3), compressors.top_k(2)),
+            HPARAMS,
+        ),
+        WIDE,
+    ),
+    "batch": ((KEY, NICE, HPARAMS), lambda ids: np.ones((len(ids), 4), np.float32)),
+}
+
+
+@pytest.mark.parametrize("what", [*OTHER, "size"])
+def test_a_reopened_folder_refuses_another_run_by_name_and_stays_as_it_is(tmp_path, what):
+    on_disk(tmp_path / "rows")
+    before = files_of(tmp_path / "rows")
+    again = federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows")
+    (key, algorithm, hparams), fetch = OTHER.get(what, ((KEY, NICE, HPARAMS), WIDE))
+    name = "program" if what == "size" else what
+    with pytest.raises(
+        CheckpointError, match=f"server.safetensors belongs to another run: {name} is .* there, .* here"
+    ):
+        federation.run(key, algorithm, hparams, again, fetch, 2, 4 if what == "size" else 5)
+    assert files_of(tmp_path / "rows") == before
+    equal(run_of(again, 3)[0], run_of(nice_ef_bv(50)[2], 5)[0])
+
+
+def test_reopen_itself_refuses_another_start_and_another_compressor(tmp_path):
+    on_disk(tmp_path / "rows")
+    with pytest.raises(CheckpointError, match=r"compressor is top-2 there, top-3 here"):
+        other = ef_bv.ef_bv(lambda x, data: (jnp.sum((x - data) ** 2), 2 * (x - data)), compressors.top_k(3))
+        federation.reopen(other, jnp.ones(4), 50, tmp_path / "rows")
+    for more in ({"shift": jnp.ones(4)}, {}):
+        with pytest.raises(CheckpointError, match="belongs to another run: start is"):
+            federation.reopen(NICE, jnp.ones(4) * (1 if more else 2), 50, tmp_path / "rows", **more)
+    with pytest.raises(CheckpointError, match=r"nowhere/server.safetensors does not exist"):
+        federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_batches_may_change_their_length_from_round_to_round_and_run_to_run(tmp_path):
+    algorithm = ef_bv.ef_bv(
+        lambda x, data: (jnp.mean((x[None] - data) ** 2), x - jnp.mean(data, axis=0)), compressors.top_k(2)
+    )
+    lengths = count(2)
+
+    def fetch(ids):
+        return np.ones((len(ids), next(lengths), 4))
+
+    many = federation.start(algorithm, jnp.ones(4), 50, tmp_path / "rows")
+    for _ in range(2):
+        federation.run(KEY, algorithm, HPARAMS, many, fetch, 2, 5)
+        many = federation.reopen(algorithm, jnp.ones(4), 50, tmp_path / "rows")
+    assert many.server.round == 4
+
+
+@pytest.mark.parametrize(
+    "change", ["cut", "row", "empty", "longer", "header", "nested", "server", "bit", "gone", "dtype"]
+)
+def test_a_damaged_file_is_refused_by_name_and_not_mended(tmp_path, change):
+    on_disk(tmp_path / "rows")
+    (file,) = (tmp_path / "rows").glob("*.npy")
+    if change in ("server", "bit"):
+        file = tmp_path / "rows" / "server.safetensors"
+    good = file.read_bytes()
+    half = bytearray(good)
+    half[-5] ^= 4
+    nested = good[:10] + b"(" * 118 + good[128:]
+    bad = {
+        "cut": good[:-1], "row": good[:-32], "empty": b"", "longer": good + b"\0", "header": good[:20], "nested": nested,
+        "server": good[:-1], "bit": bytes(half), "dtype": good.replace(b"<f8", b"<i8"),
+    }  # fmt: skip
+    file.unlink() if change == "gone" else file.write_bytes(bad[change])
+    before = files_of(tmp_path / "rows")
+    with pytest.raises(CheckpointError, match=file.name):
+        federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows")
+    assert files_of(tmp_path / "rows") == before
+
+
+@pytest.mark.parametrize(
+    "log", [{}, {"ids": [50.0]}, {"ids": [-1.0]}, {"ids": [0.5]}, {"ids": [np.nan]}, {"ids": [[1.0]]}]
+)
+def test_a_log_that_does_not_fit_is_refused(tmp_path, log):
+    many = on_disk(tmp_path / "rows")
+    path = tmp_path / "rows" / "server.safetensors"
+    identity = checkpoint.load_all(path, many.server)[2]
+    log = {name: np.array(values) for name, values in log.items()}
+    for rows in ({}, {"rows 0": np.zeros((1, 4))}, {"rows 0": np.zeros((1, 3))}, {"rows 0": np.zeros((2, 4))}):
+        checkpoint.save(path, many.server, {**log, **rows}, identity)
+        with pytest.raises(CheckpointError, match=r"server.safetensors has no rows of the last cohort that fit 50"):
+            federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows")
+
+
+def test_a_federation_that_is_no_longer_that_of_its_folder_is_refused(tmp_path):
+    first = on_disk(tmp_path / "rows")
+    second, _ = run_of(federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows"), 1)
+    with pytest.raises(
+        CheckpointError, match=r"has another server, in round 3, than the federation, in round 2; allowed"
+    ):
+        run_of(first, 1)
+    with checkpoint.writing(tmp_path / "rows" / "server.safetensors"):
+        for use in (lambda: run_of(second, 1), lambda: federation.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows")):
+            with pytest.raises(CheckpointError, match="is being written by process"):
+                use()
+    equal(run_of(second, 2)[0], run_of(nice_ef_bv(50)[2], 5)[0])
+
+
+def test_a_start_that_was_killed_is_started_again_and_other_files_are_not_touched(tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(federation, "_log", killed)
+        with pytest.raises(SystemExit):
+            federation.start(NICE, jnp.ones(4), 50, tmp_path / "rows")
+    (tmp_path / "rows" / ".server.safetensors.lock").write_text("of a killed process")
+    (tmp_path / "rows" / ".server.safetensors.0123abcd").write_text("half")
+    equal(on_disk(tmp_path / "rows", 5), run_of(nice_ef_bv(50)[2], 5)[0])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="mine is not empty"):
+        federation.start(NICE, jnp.ones(4), 50, tmp_path / "mine")
+    assert files_of(tmp_path / "mine") == {"notes": b"mine"}
 
 
 def test_leaves_whose_names_look_alike_in_a_file_system_have_files_of_their_own(tmp_path):
