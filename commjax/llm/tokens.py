@@ -38,7 +38,14 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         raise ValueError(
             f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files (tokenizer.json, vocab.json, ...)"
         )
-    found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # Anything may be in the folder, and transformers raises what it likes: Exception itself, KeyError, TypeError.
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: {error}; allowed: files that it reads "
+            "without running code from the folder"
+        ) from error
     return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
 
 
@@ -144,8 +151,8 @@ def random_windows(ids: Sequence[int], length: int, count: int, seed: int) -> Wi
     if len(ids) <= length:
         raise ValueError(f"ids has {len(ids)} tokens; allowed: more than one window of length={length}")
     draw = random.Random(seed)
-    starts = (draw.randint(0, len(ids) - length - 1) for _ in range(count))
-    return np.array([ids[start : start + length] for start in starts], np.int32)
+    starts = np.array([draw.randint(0, len(ids) - length - 1) for _ in range(count)])
+    return np.asarray(ids, np.int32)[starts[:, None] + np.arange(length)]
 
 
 def document_windows(
