@@ -340,8 +340,8 @@ def pattern_of(text: str) -> tuple[int, int]:
     (2, 4)
     """
     n, colon, m = text.partition(":")
-    if not (colon and n.isdecimal() and m.isdecimal()):
-        raise ValueError(f"pattern={text!r}; allowed: N:M, two whole numbers, as 2:4")
+    if not (colon and n.isdecimal() and m.isdecimal() and max(len(n), len(m)) <= 9):
+        raise ValueError(f"pattern={text!r}; allowed: N:M, two whole numbers below 10^9, as 2:4")
     return int(n), int(m)
 
 

@@ -32,6 +32,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         return llama2c(folder / TOKENIZER)
     try:
         from transformers import AutoTokenizer
+        from transformers.utils import logging
     except ImportError as error:
         raise ImportError("reading a tokenizer needs transformers: pip install 'commjax[llm]'") from error
     if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
@@ -39,13 +40,17 @@ def load(folder: str | os.PathLike) -> Tokenizer:
             f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files (tokenizer.json, vocab.json, ...)"
         )
     # Anything may be in the folder, and transformers raises what it likes: Exception itself, KeyError, TypeError.
+    verbosity = logging.get_verbosity()
     try:
+        logging.set_verbosity_error()
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: {error}; allowed: files that it reads "
-            "without running code from the folder"
+            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: {str(error).partition(chr(10))[0]}; "
+            "allowed: files that it reads without running code of the folder"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
 
 
