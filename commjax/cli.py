@@ -5,17 +5,27 @@
 
 In Python: `texts.calibration`, `stream.prune_folder`, `texts.losses`.  A model is a folder of Hugging Face, or a `.bin` file of
 llama2.c with its tokenizer.
+
+Exit codes: 0; 1 for an error in a file or an option, one line on stderr; 2 for a command line that cannot be parsed, one line;
+130 and 143 after SIGINT and SIGTERM; 141 if nobody reads stdout any more.
 """
 
+import contextlib
+import functools
 import inspect
+import io
+import os
+import re
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from commjax.llm import export, llama2c, perplexity, texts
+from commjax.llm import checkpoints, export, llama2c, perplexity, texts
 from commjax.pruning import regrow as regrowing
 from commjax.pruning import scores, stream
 from commjax.pruning.masks import Group
@@ -39,20 +49,135 @@ Method = Literal["magnitude", "wanda", "owanda", "symwanda", "symmetric", "ri", 
 _REGROW: dict[str, Callable[..., Any]] = {"dsnot": regrowing.dsnot, "r2dsnot": regrowing.r2_dsnot}
 
 
+class Signalled(BaseException):
+    """SIGINT or SIGTERM ended the command; `said` is what the user reads of it."""
+
+    def __init__(self, number: int, said: str = "stopped; the same command again continues or begins anew"):
+        super().__init__(said)
+        self.number, self.said = number, said
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program; errors are one line on stderr."""
+    """The program; errors are one line on stderr.  COMMJAX_TRACEBACK=1 in the environment shows where they came from."""
+    outcome = _outcome(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try again when it exits, and say so.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        outcome = outcome or (_PIPE if isinstance(error, BrokenPipeError) else f"commjax: stdout: {error}")
+    if outcome:
+        sys.exit(outcome)
+
+
+_PIPE = 128 + 13  # SIGPIPE
+
+
+def _outcome(arguments: Sequence[str] | None) -> int | str | None:
+    """What `sys.exit` is given: 0 or None, a code, or the one line of an error."""
+    try:
+        return _parsed(arguments)()
+    except SystemExit as stop:
+        return stop.code
+    except BrokenPipeError:
+        return _PIPE
+    except (KeyboardInterrupt, Signalled) as stop:
+        number, said = (stop.number, stop.said) if isinstance(stop, Signalled) else (signal.SIGINT, "")
+        print(f"commjax: {signal.Signals(number).name}{said and ': '}{said}", file=sys.stderr)
+        return 128 + number
+    except Exception as error:
+        if os.environ.get("COMMJAX_TRACEBACK"):
+            raise
+        return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    """Line breaks become spaces; of a long message the beginning and the end are kept."""
+    said = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        said = f"out of memory {said}".strip()
+    elif not isinstance(error, ValueError | OSError | ImportError):
+        said = f"{type(error).__name__}: {said} (not foreseen; COMMJAX_TRACEBACK=1 shows where)"
+    return f"commjax: {said}" if len(said) <= 1200 else f"commjax: {said[:800]} ... {said[-300:]}"
+
+
+def _parsed(arguments: Sequence[str] | None) -> Callable[[], None]:
+    """The command with its options; SystemExit for a help text, or for words that are no command."""
+    commands = {"prune": prune, "perplexity": perplexity_of}
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         import rich  # noqa: F401
         import tyro
     except ImportError as error:
-        sys.exit(f"commjax: the command line needs tyro and rich: pip install 'commjax[cli]' ({error})")
-    commands = {"prune": prune, "perplexity": perplexity_of}
+        if not {"-h", "--help"} & set(words):
+            raise ImportError(f"the command line needs tyro and rich: pip install 'commjax[cli]' ({error})") from error
+        print(_plain_help(commands, words))
+        sys.exit(0)
+    errors = io.StringIO()
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            commands, prog="commjax", description="Post-training pruning of language models.", args=arguments
-        )
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"commjax: {error}")
+        with contextlib.redirect_stderr(errors):
+            return tyro.extras.subcommand_cli_from_dict(
+                {name: _later(command) for name, command in commands.items()},
+                prog="commjax",
+                description="Post-training pruning of language models.",
+                args=words,
+            )
+    except SystemExit as stop:
+        if stop.code:
+            # tyro draws a box.
+            print("commjax:", " ".join(re.sub("[\u2500-\u257f]", " ", errors.getvalue()).split()), file=sys.stderr)
+        raise
+
+
+def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """A function of the same options that does not run the command yet."""
+
+    @functools.wraps(command)
+    def later(**options: Any) -> Callable[[], None]:
+        return functools.partial(command, **options)
+
+    return later
+
+
+def _plain_help(commands: dict[str, Callable], words: Sequence[str]) -> str:
+    """The help texts without tyro and rich."""
+    asked = [name for name in commands if name in words] or list(commands)
+    texts_ = [f"commjax {name}: {inspect.getdoc(commands[name])}" for name in asked]
+    return "\n\n".join([*texts_, "To run the commands: pip install 'commjax[cli]', which brings tyro and rich."])
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Handle SIGINT and SIGTERM while a command runs.
+
+    A signal raises `Signalled` at once until the given function was called for the first time.  From then on the first signal
+    makes the function return True, so that a block can be finished, and a second one raises `Signalled`.
+    """
+    seen: list[int] = []
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return bool(seen)
+
+    def handle(number: int, frame: Any) -> None:
+        seen.append(number)
+        if not asked or len(seen) > 1:
+            raise Signalled(number)
+        with contextlib.suppress(OSError):  # not print, which may be at work already
+            os.write(2, b"commjax: stops when this block is written; a second signal stops it now\n")
+
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    # Who started the program may have switched SIGINT off (nohup, a job in the background).
+    before = {one: signal.signal(one, handle) for one in numbers if signal.getsignal(one) is not signal.SIG_IGN}
+    try:
+        yield stop
+    except stream.Stopped as error:
+        raise Signalled(seen[0], str(error)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def prune(
@@ -94,7 +219,8 @@ def prune(
 ) -> None:
     """Prune a model without training, block by block, into a new folder that transformers loads.
 
-    A run that was killed is called again with the same arguments and goes on where it was.
+    To resume a run that was stopped or killed, give the same command again: it continues after the last finished block, to the
+    same bits.  SIGINT and SIGTERM stop it when the present block is written.
 
     Args:
         model: Folder with config.json and safetensors, or a .bin file of llama2.c.
@@ -152,9 +278,10 @@ def prune(
             raise ValueError(f"outlier_multiple={outlier_multiple} without a spread; allowed: with one (OWL)")
         recipe = recipe._replace(outlier_multiple=outlier_multiple)
     export.refuse_existing(out)
-    with model_folder(model, tokenizer) as folder:
+    with stopping() as stop, model_folder(model, tokenizer) as folder:
+        checkpoints.open_folder(folder)  # before the text is read
         windows = texts.calibration(folder, calibration, samples=samples, length=window, seed=seed)
-        layers = stream.prune_folder(folder, out, windows, recipe, batch_size=batch_size)
+        layers = stream.prune_folder(folder, out, windows, recipe, batch_size=batch_size, stop=stop)
     show(layers)
     print(f"written to {out}")
 
@@ -173,7 +300,7 @@ def perplexity_of(
         batch_size: Windows at a time.
         tokenizer: For a .bin model; by default tok<vocabulary>.bin or tokenizer.bin beside it.
     """
-    with model_folder(model, tokenizer) as folder:
+    with stopping(), model_folder(model, tokenizer) as folder:
         found = texts.losses(folder, text, length=window, batch_size=batch_size)
     nats, count = perplexity.nats_per_token(found), int(found.targets.sum())
     print(f"perplexity {perplexity.perplexity(found):.4f}, {nats:.4f} nats per token, {count} tokens")
@@ -213,8 +340,8 @@ def pattern_of(text: str) -> tuple[int, int]:
     (2, 4)
     """
     n, colon, m = text.partition(":")
-    if not (colon and n.isdecimal() and m.isdecimal()):
-        raise ValueError(f"pattern={text!r}; allowed: N:M, two whole numbers, as 2:4")
+    if not (colon and n.isdecimal() and m.isdecimal() and max(len(n), len(m)) <= 9):
+        raise ValueError(f"pattern={text!r}; allowed: N:M, two whole numbers below 10^9, as 2:4")
     return int(n), int(m)
 
 

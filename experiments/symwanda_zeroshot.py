@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from commjax.data import download
+from commjax.data import bounded
 from commjax.llm import embedded, tokens
 from commjax.llm.tokens import Tokenizer
 from commjax.progress import progress_bar
@@ -47,9 +47,7 @@ def config(name: str, folder: Path, limit: int | None) -> dict[str, Any]:
     path = next((p for p in (folder / f"{about['file']}.jsonl.xz", folder / f"{about['file']}.jsonl") if p.is_file()), None)  # fmt: skip
     if path is None:
         raise ValueError(f"no {about['file']}.jsonl(.xz) in {folder}; allowed: COMMJAX_DATA with a folder zeroshot")
-    with open(path, "rb") as raw:
-        lines = download.unpack(raw, path.suffix).read().decode("utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line.strip()][:limit]
+    rows = [json.loads(line) for line in bounded.text(path).split("\n") if line.strip()][:limit]
 
     def dataset(**kwargs: Any) -> Any:
         import datasets

@@ -2,12 +2,14 @@
 
 import io
 import itertools
-import lzma
 import os
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from commjax.data import bounded
 from commjax.data.images import Images, data_folder
 
 
@@ -20,8 +22,27 @@ def read(path: str | os.PathLike) -> np.ndarray:
     ...     read(Path(folder, "y.npy"))
     array([0, 1, 2])
     """
-    with lzma.open(path) if str(path).endswith(".xz") else open(path, "rb") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)  # pyright: ignore[reportArgumentType]
+    with bounded.unpacked(path) as file:
+        try:
+            return _array(file, path)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is not a readable .npy file: {error}") from error
+
+
+def _array(file: Any, path: str | os.PathLike) -> np.ndarray:
+    """`np.lib.format.read_array` for a stream, whose header is looked at before memory is taken."""
+    version = np.lib.format.read_magic(file)
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in headers:
+        raise ValueError(f"version {version}; allowed: {', '.join(map(str, headers))}")
+    shape, by_columns, dtype = headers[version](file)
+    if dtype.hasobject:
+        raise ValueError(f"dtype {dtype}; allowed: numbers")
+    expected = bounded.check_array(path, shape, dtype.itemsize)
+    values = file.read(expected)
+    if len(values) != expected:
+        raise ValueError(f"{len(values)} bytes of values; shape {shape} of {dtype} has {expected}")
+    return np.frombuffer(bytearray(values), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -57,6 +78,13 @@ def read_jpeg(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
     decode = _decoder()
     if decode is None:
         raise ImportError(f"{path} has JPEG images, which need Pillow: pip install pillow")
+    try:
+        with zipfile.ZipFile(path) as members:
+            size = sum(member.file_size for member in members.infolist())
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is not a readable .npz file: {error}") from error
+    if size > bounded.MOST_ARRAY:
+        raise ValueError(f"{path} unpacks to {size} bytes; allowed: {bounded.MOST_ARRAY} at most")
     with np.load(path, allow_pickle=False) as file:
         header, body, ends = file["header"].tobytes(), file["body"].tobytes(), file["offsets"].astype(int).tolist()
         labels = file["labels"].reshape(-1)

@@ -1,23 +1,29 @@
-"""Download a data file once: checked, and in its place whole or not at all."""
+"""Download a data file once: checked, and in its place whole or not at all.
 
-import bz2
+The sha256 of the text is known (`TEXT_SHA256`, or given), or the caller trusts the first download: its sha256 is then kept beside
+the file, in NAME.sha256.  A cached file is checked against it once per process, before it is read.
+"""
+
 import functools
-import gzip
 import hashlib
 import http.client
-import io
-import lzma
 import os
+import queue
+import sys
 import tempfile
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from commjax.data import bounded
 
 LIBSVM_URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 
-# Of the text inside, so the same number holds for NAME, NAME.bz2 and NAME.xz.  Other sets, a6a among them, are taken as they come.
+# Of the text inside, so the same number holds for NAME, NAME.bz2 and NAME.xz.  Other sets, a6a among them, need trust_first_use.
 TEXT_SHA256 = {
     "mushrooms": "f39a4eb628dc61a7d43760815b061c9e497aa728ce1ad8bde57a09ef6043b538",
     "phishing": "0cf66ef36604c393da9359b2e5d894a2df8aee31fd184633cefa138add2ef08a",
@@ -31,18 +37,10 @@ TEXT_SHA256 = {
     "ijcnn1": "16506cad788cf7c9607454150ed1994788204bac2ff4c9cb3b320036b6950d3f",
 }
 
-_UNPACK = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-PACKED_SUFFIXES = tuple(_UNPACK)
+MOST_BYTES = 2**32  # of a download
+DEADLINE = 3600.0  # seconds of a whole download
+TRUST = "COMMJAX_TRUST_FIRST_USE"  # set to 1: the environment's way to say trust_first_use=True
 _open_url = functools.partial(urllib.request.urlopen, timeout=60)
-
-
-def unpack(file: io.IOBase, suffix: str) -> io.IOBase:
-    """A binary reader of the text inside ``file``, packed as ``suffix`` (".gz", ".bz2", ".xz", other) says.
-
-    >>> unpack(io.BytesIO(gzip.compress(b"+1 1:2")), ".gz").read()
-    b'+1 1:2'
-    """
-    return _UNPACK[suffix](file, "rb") if suffix in _UNPACK else file
 
 
 def sha256_of_text(path: str | os.PathLike, suffix: str | None = None) -> str:
@@ -54,30 +52,76 @@ def sha256_of_text(path: str | os.PathLike, suffix: str | None = None) -> str:
     ...     print(sha256_of_text(path)[:8])
     e3b0c442
     """
-    with open(path, "rb") as raw:
-        text: Any = unpack(raw, Path(path).suffix if suffix is None else suffix)
-        return hashlib.file_digest(text, "sha256").hexdigest()
+    with bounded.unpacked(path, suffix) as text:
+        return hashlib.file_digest(text, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
-def _chunks(url: str, opener: Callable[[str], Any]) -> Iterator[bytes]:
-    """The bytes of ``url``; every failure of the network becomes one ConnectionError."""
-    received = 0
+def _receive(url: str, opener: Callable[[str], Any], give: Callable[[Any], None], stopped: threading.Event) -> None:
+    """In a thread: gives every chunk, then None, or the exception that ended the download."""
     try:
         with opener(url) as response:
             announced = response.headers.get("Content-Length")
-            while chunk := response.read(1 << 16):
-                received += len(chunk)
-                yield chunk
-    except urllib.error.HTTPError as error:
-        error.close()
-        reason = f"HTTP {error.code} {error.reason}"
-    except (OSError, http.client.HTTPException) as error:
-        reason = repr(error)
-    else:
-        # A sized read does not notice a connection that was cut short, so compare.
-        if announced is None or int(announced) == received:
-            return
-        reason = f"got {received} of {announced} bytes"
+            give(int(announced) if announced is not None and announced.isdecimal() else -1)
+            # read1 returns what has arrived; read would wait until 64 KiB have.
+            read = getattr(response, "read1", response.read)
+            while not stopped.is_set() and (chunk := read(1 << 16)):
+                give(chunk)
+        give(None)
+    except Exception as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        give(error)
+
+
+def _chunks(url: str, opener: Callable[[str], Any], most: int, deadline: float) -> Iterator[bytes]:
+    """The bytes of ``url``; every failure of the network becomes one ConnectionError."""
+    ends, stopped = time.monotonic() + deadline, threading.Event()
+    arrived: queue.Queue = queue.Queue(16)
+
+    def give(item: Any) -> None:
+        while not stopped.is_set():
+            try:
+                return arrived.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    # A thread, because nothing else bounds the time of a name server or of headers that arrive byte by byte.
+    threading.Thread(target=_receive, args=(url, opener, give, stopped), daemon=True).start()
+    received, announced = 0, -1
+    try:
+        while True:
+            try:
+                item = arrived.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                _fail(url, f"it took longer than deadline={deadline:g} seconds ({received} bytes came)")
+            if isinstance(item, int):
+                announced = item
+            elif isinstance(item, bytes):
+                received += len(item)
+            if max(received, announced) > most:
+                raise ValueError(f"{url} sends {max(received, announced)} bytes or more; allowed: most={most} bytes")
+            if item is None:
+                break
+            if isinstance(item, Exception):
+                _fail(url, _reason(item))
+            if isinstance(item, bytes):
+                yield item
+    finally:
+        stopped.set()
+    # A sized read does not notice a connection that was cut short, so compare.
+    if announced not in (-1, received):
+        _fail(url, f"got {received} of {announced} bytes")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    if not isinstance(error, OSError | http.client.HTTPException):
+        raise error
+    return repr(error)
+
+
+def _fail(url: str, reason: str) -> NoReturn:
     raise ConnectionError(
         f"could not download {url}: {reason}. Without a network, put the file (plain, .xz, .gz or .bz2) "
         "in a folder and name that folder in the environment variable COMMJAX_DATA."
@@ -89,36 +133,102 @@ def fetch(
     path: str | os.PathLike,
     sha256: str | None = None,
     *,
+    trust_first_use: bool = False,
+    accept: Callable[[Path], None] = lambda path: None,
     opener: Callable[[str], Any] = _open_url,
+    most: int = MOST_BYTES,
+    deadline: float = DEADLINE,
 ) -> Path:
     """Download ``url`` to ``path`` and return the path.
 
     The bytes go to a temporary file in the same folder, which is moved into place only when complete and
-    checked; a failure leaves nothing behind and an older file untouched. ``sha256`` is of the *unpacked* text
-    (the suffix of ``path`` tells the packing), so that one number serves every packing of a data set.
+    checked; a failure leaves nothing behind and an older file untouched.
+
+    Args:
+        url: What is downloaded.
+        path: Where it goes; its suffix says how it is packed.
+        sha256: Of the *unpacked* text, so that one number serves every packing of a data set.
+        trust_first_use: Without a sha256, take what comes, write its sha256 to ``path`` + ".sha256" and say so on stderr.
+        accept: Called with the temporary file, whose suffix is that of ``path``; it raises if the content is of another kind.
+        opener: Opens the url.
+        most: Bytes of the download; more are refused.
+        deadline: Seconds of the whole download, name server and headers included.
+    Returns:
+        The path.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     source = Path(folder, "source")
     ...     _ = source.write_text("+1 1:2")
-    ...     fetch(source.as_uri(), Path(folder, "copy")).read_text()
+    ...     fetch(source.as_uri(), Path(folder, "copy"), sha256_of_text(source)).read_text()
     '+1 1:2'
     """
     path = Path(path)
+    if sha256 is None and not trust_first_use:
+        raise ValueError(
+            f"{url}: no sha256 is known; allowed: sha256=..., or trust_first_use=True ({TRUST}=1 in the environment), which "
+            "keeps the sha256 of the first download, or the file in the folder of COMMJAX_DATA"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     try:
         with open(handle, "wb") as file:
-            for chunk in _chunks(url, opener):
+            for chunk in _chunks(url, opener, most, deadline):
                 file.write(chunk)
-        if sha256 is not None:
-            try:
-                got = sha256_of_text(temporary, path.suffix)
-            except (OSError, EOFError, lzma.LZMAError) as error:
-                got = f"a file that does not unpack as {path.suffix} ({error})"
-            if got != sha256:
-                raise ValueError(f"{url}: expected sha256 {sha256} of the unpacked text, got {got}")
+        try:
+            got = sha256_of_text(temporary)
+        except ValueError as error:
+            got = f"a file that does not unpack as {path.suffix} ({error})".replace(temporary, path.name)
+            if sha256 is None:
+                raise ValueError(f"{url} is {got}") from error
+        if sha256 not in (None, got):
+            raise ValueError(f"{url}: expected sha256 {sha256} of the unpacked text, got {got}")
+        accept(Path(temporary))
         os.chmod(temporary, 0o644)  # mkstemp makes a file that only its owner may read
+        if sha256 is None:
+            _record(path, got, url)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
     return path
+
+
+def _recorded(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _record(path: Path, sha256: str, source: str | os.PathLike) -> None:
+    _recorded(path).write_text(f"{sha256}\n", encoding="ascii")
+    print(f"commjax: no sha256 of {source} is known; {sha256} is kept in {_recorded(path)}", file=sys.stderr)
+
+
+def check_cached(path: str | os.PathLike, sha256: str | None = None, *, trust_first_use: bool = False) -> None:
+    """ValueError if a cached file is not the one that was downloaded.  A file is read once per process.
+
+    Args:
+        path: The cached file.
+        sha256: Of its unpacked text, if it is known; otherwise the one that `fetch` kept beside the file.
+        trust_first_use: With neither, keep the file's present sha256 and say so on stderr.
+    """
+    path = Path(path)
+    beside = _recorded(path)
+    if sha256 is None and beside.is_file():
+        sha256 = beside.read_text(encoding="ascii", errors="replace").strip()
+    status = path.stat()
+    got = _hash_once(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino)
+    if sha256 is None:
+        if not trust_first_use:
+            raise ValueError(
+                f"{path}: no sha256 of this cached file is known; allowed: trust_first_use=True ({TRUST}=1 in the environment), "
+                "which keeps its present sha256, or remove the file"
+            )
+        _record(path, got, path)
+    elif got != sha256:
+        raise ValueError(
+            f"{path}: expected sha256 {sha256} of the unpacked text, got {got}; remove it to download it again"
+        )
+
+
+@functools.lru_cache(256)
+def _hash_once(path: str, size: int, time_ns: int, number: int) -> str:
+    """Of a file that has not changed since it was hashed: size, time and inode are the same."""
+    return sha256_of_text(path)

@@ -1,18 +1,18 @@
 """MNIST and Fashion-MNIST from their IDX files."""
 
-import gzip
-import math
 import os
 import struct
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from commjax.data import bounded
+
 NAMES = ("mnist", "fashion_mnist")
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MOST_AXES = 8
 
 
 class Images(NamedTuple):
@@ -38,26 +38,27 @@ def read_idx(path: str | os.PathLike) -> np.ndarray:
     ...     read_idx(path)
     array([7, 2, 1], dtype=uint8)
     """
-    content = Path(path).read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: damaged gzip file ({error}); allowed: a whole one") from error
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES or content[3] == 0:
-        raise ValueError(
-            f"{path}: begins with the bytes {content[:4].hex(' ') or 'of no content'}; "
-            "allowed: 00 00, dtype 08, 09, 0b, 0c, 0d or 0e, number of axes at least 01"
-        )
-    start = 4 + 4 * content[3]
-    if len(content) < start:
-        raise ValueError(f"{path}: {len(content)} bytes, but the header of {content[3]} axes has {start}")
-    shape = struct.unpack(f">{content[3]}I", content[4:start])
-    dtype = np.dtype(_DTYPES[content[2]])
-    expected = math.prod(shape) * dtype.itemsize
-    if len(content) - start != expected:
-        raise ValueError(f"{path}: {len(content) - start} bytes of values; shape {shape} of {dtype} has {expected}")
-    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+    with open(path, "rb") as raw:
+        suffix = ".gz" if raw.read(2) == b"\x1f\x8b" else ""
+    with bounded.unpacked(path, suffix) as file:
+        header = file.read(4)
+        if len(header) < 4 or header[:2] != b"\0\0" or header[2] not in _DTYPES or not 1 <= header[3] <= _MOST_AXES:
+            raise ValueError(
+                f"{path}: begins with the bytes {header.hex(' ') or 'of no content'}; "
+                f"allowed: 00 00, dtype 08, 09, 0b, 0c, 0d or 0e, number of axes 01 to {_MOST_AXES:02x}"
+            )
+        lengths = file.read(4 * header[3])
+        if len(lengths) < 4 * header[3]:
+            given, start = 4 + len(lengths), 4 + 4 * header[3]
+            raise ValueError(f"{path}: {given} bytes, but the header of {header[3]} axes has {start}")
+        shape = struct.unpack(f">{header[3]}I", lengths)
+        dtype = np.dtype(_DTYPES[header[2]])
+        expected = bounded.check_array(path, shape, dtype.itemsize)
+        values = file.read(expected + 1)
+    if len(values) != expected:
+        more = " or more" if len(values) > expected else ""
+        raise ValueError(f"{path}: {len(values)} bytes of values{more}; shape {shape} of {dtype} has {expected}")
+    return np.frombuffer(values, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:

@@ -6,10 +6,8 @@ dataset, mine = read_parts(summary, [parts[i] for i in own])         the rows of
 """
 
 import io
-import lzma
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from jaxtyping import Float, Integer
 
-from commjax.data import download
+from commjax.data import bounded, download
 from commjax.data.partition import Rows
 
 NUM_FEATURES = (
@@ -27,6 +25,9 @@ NUM_FEATURES = (
     | {f"w{i}a": 300 for i in range(1, 9)}
 )
 _LINE = re.compile(r"\s*([^\s:_]+)((?:\s+[+-]?\d{1,9}:[^\s:_]+)*)\s*")
+MOST_FEATURES = 2**25  # the largest index
+MOST_NUMBERS = 2**30  # of a dense array, rows x features: 8 GiB
+_INDEX = re.compile(r"[0-9]{1,9}")
 _DATASET_NAME = re.compile(r"\w[\w.\-]*")
 
 
@@ -64,7 +65,7 @@ def _name(source: Any) -> str:
     if hasattr(source, "read"):
         return str(getattr(source, "name", "<file>"))
     path = Path(source)
-    return path.stem if path.suffix in download.PACKED_SUFFIXES else path.name
+    return path.stem if path.suffix in bounded.PACKED_SUFFIXES else path.name
 
 
 def _lines(source: Any) -> Iterator[str]:
@@ -77,16 +78,12 @@ def _lines(source: Any) -> Iterator[str]:
     if hasattr(source, "read"):
         yield from map(text, source)
         return
-    path = Path(source)
-    with open(path, "rb") as raw:
-        try:
-            yield from map(text, download.unpack(raw, path.suffix))
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be unpacked: {error or 'it ends too early'}") from error
+    yield from map(text, bounded.lines(source))
 
 
 def _refuse(name: str, number: int, line: str, given: str, allowed: str) -> NoReturn:
-    raise ValueError(f"{name}, line {number + 1}: {given}; allowed: {allowed}. The line: {line!r}")
+    shown = repr(line) if len(line) <= 300 else f"{line[:300]!r}..."
+    raise ValueError(f"{name}, line {number + 1}: {given}; allowed: {allowed}. The line: {shown}")
 
 
 def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = None) -> Dataset:
@@ -158,7 +155,12 @@ def _read(
     if n_features is not None:
         refuse_any(index > n_features, words[::2], "index", f"1 to n_features={n_features}")
 
+    refuse_any(index > MOST_FEATURES, words[::2], "index", f"1 to {MOST_FEATURES}")
     width = n_features if n_features is not None else int(index.max(initial=0))
+    if len(bodies) * width > MOST_NUMBERS:
+        raise ValueError(
+            f"{name}: {len(bodies)} rows of {width} features are {len(bodies) * width} numbers; allowed: {MOST_NUMBERS} at most"
+        )
     features = np.zeros((len(bodies), width))
     features[row, index - 1] = value
     low, high = _two(raw_labels, name) if classes is None else classes
@@ -198,8 +200,10 @@ def scan(name: str | os.PathLike, **where: Any) -> Summary:
                 _refuse(_name(path), number, line, f"label {words[0]}", "a finite number")
             seen.add(words[0])
         index = words[-1].partition(":")[0]  # indices ascend, so that the last is the largest
-        if len(words) > 1 and index.isdigit():  # other words are for the host whose row it is to refuse
+        if len(words) > 1 and _INDEX.fullmatch(index):  # other words are for the host whose row it is to refuse
             largest = max(largest, int(index))
+            if largest > MOST_FEATURES:
+                _refuse(_name(path), number, line, f"index {largest}", f"1 to {MOST_FEATURES}")
     if not rows:
         raise ValueError(f"{_name(path)}: no rows; allowed: at least one line 'label index:value ...'")
     classes = _two(np.array([float(word) for word in seen]), _name(path))
@@ -244,7 +248,7 @@ def write(path: str | os.PathLike, dataset: Dataset) -> None:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    for suffix in ("", *reversed(download.PACKED_SUFFIXES)):
+    for suffix in ("", *reversed(bounded.PACKED_SUFFIXES)):
         if (path := folder / (name + suffix)).is_file():
             return path
     return None
@@ -257,13 +261,25 @@ def load(
     cache: str | os.PathLike | None = None,
     url: str = download.LIBSVM_URL,
     n_features: int | None = None,
+    trust_first_use: bool = False,
 ) -> Dataset:
     """A data set by path or by name.
 
     Looked for, in this order: ``name`` as a path; ``folder`` (or the environment variable ``COMMJAX_DATA``)
     and its ``libsvm`` subfolder, plain or packed; ``cache`` (or ``COMMJAX_CACHE``, or ``~/.cache/commjax``);
-    the LIBSVM site (or a mirror of that folder at ``url``), from which it goes into the cache if its sha256,
-    where known, is right. Known sets get their known width; ``n_features`` overrides it.
+    the LIBSVM site (or a mirror of that folder at ``url``), from which it goes into the cache.  What comes from the
+    cache or from the network is checked by its sha256.
+
+    Args:
+        name: A path, or the name of a set.
+        folder: Where the user's files are; they are not checked.
+        cache: Where downloads are kept.
+        url: The site, or a mirror of it.
+        n_features: The width; known sets get their known width.
+        trust_first_use: For a set whose sha256 is not in `download.TEXT_SHA256`: take what comes, keep its sha256 beside it,
+            say so, and check it from then on.  The environment variable COMMJAX_TRUST_FIRST_USE=1 says the same.
+    Returns:
+        The data set, dense.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -271,7 +287,9 @@ def load(
     ...     load("a1a", folder=folder).features.shape  # the width of a1a is known
     (2, 123)
     """
-    path, n_features = _located(name, folder=folder, cache=cache, url=url, n_features=n_features)
+    path, n_features = _located(
+        name, folder=folder, cache=cache, url=url, n_features=n_features, trust_first_use=trust_first_use
+    )
     return read(path, n_features)
 
 
@@ -282,6 +300,7 @@ def _located(
     cache: str | os.PathLike | None = None,
     url: str = download.LIBSVM_URL,
     n_features: int | None = None,
+    trust_first_use: bool = False,
 ) -> tuple[Path, int | None]:
     """The file, and its width if that is known"""
     path: Path | None = Path(name)
@@ -292,11 +311,31 @@ def _located(
         cache = Path(cache or os.environ.get("COMMJAX_CACHE") or Path.home() / ".cache" / "commjax")
         folder = folder or os.environ.get("COMMJAX_DATA")
         places = [Path(folder), Path(folder, "libsvm")] if folder else []
-        path = next(filter(None, (_find(place, name) for place in [*places, cache])), None)
+        path = next(filter(None, (_find(place, name) for place in places)), None)
         if path is None:
-            remote = name + ".bz2" if name.startswith("ijcnn1") else name
-            source = f"{url.rstrip('/')}/{remote}"
-            path = download.fetch(source, cache / remote, download.TEXT_SHA256.get(name))
+            path = _cached(name, cache, url, trust_first_use or os.environ.get(download.TRUST) == "1")
     if n_features is None:
         n_features = NUM_FEATURES.get(path.name.split(".")[0])
     return path, n_features
+
+
+def _cached(name: str, cache: Path, url: str, trust_first_use: bool) -> Path:
+    """The checked file of the cache, downloaded if it is not there."""
+    known = download.TEXT_SHA256.get(name)
+    path = _find(cache, name)
+    if path is not None:
+        download.check_cached(path, known, trust_first_use=trust_first_use)
+        return path
+    remote = name + ".bz2" if name.startswith("ijcnn1") else name
+    source = f"{url.rstrip('/')}/{remote}"
+    return download.fetch(source, cache / remote, known, trust_first_use=trust_first_use, accept=_first_row)
+
+
+def _first_row(path: Path) -> None:
+    """ValueError if a download is not LIBSVM text: a page of a proxy, say."""
+    for number, line in enumerate(_lines(path)):
+        content = line.partition("#")[0]
+        if content.strip():
+            if not _LINE.fullmatch(content):
+                _refuse("the download", number, line, "the line does not parse", "label index:value index:value ...")
+            return

@@ -3,7 +3,6 @@
 A tensor is stored as [out, in] and held as a kernel [in, out]; float32, float16 and bfloat16 are kept as they are.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from commjax.data import bounded
 from commjax.llm import architectures, names
 from commjax.llm import config as configs
 from commjax.llm.base import Layers, Model, Params, Shapes
@@ -132,10 +132,10 @@ def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.is_file():
         raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}; allowed: weights in safetensors")
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no readable weight_map: {error!r}") from error
+    found = bounded.read_json(path)
+    if not isinstance(found, dict) or "weight_map" not in found:
+        raise ValueError(f"{path} has no weight_map; allowed: an object with one")
+    files = found["weight_map"]
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path}: weight_map={files!r}; allowed: an object, tensor -> file")
     return files

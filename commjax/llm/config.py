@@ -1,15 +1,32 @@
 """What a `config.json` of Hugging Face says of a Llama or OPT model, in one tuple."""
 
-import json
-import math
 import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from commjax.data import bounded
 
 _CLASSES = {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _ACTIVATIONS = ("silu", "relu", "gelu")
 _ROPES = ("default", "linear", "llama3")
+# The largest sizes that are read: 8 to 100 times those of a Llama of 405 billion parameters.
+MOST = {
+    "vocab_size": 2**22,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "ffn_dim": 2**20,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**27,
+    "original_max_position_embeddings": 2**27,
+    "word_embed_proj_dim": 2**17,
+}
+
+
+_LARGEST = 1e30  # of rope_theta and the like, which are computed in float32
 
 
 class Rope(NamedTuple):
@@ -70,10 +87,7 @@ def load(folder: str | os.PathLike) -> Config:
         raise FileNotFoundError(
             f"no {path}; allowed: a model folder of Hugging Face, with config.json and *.safetensors"
         )
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    found = bounded.read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; allowed: a JSON object")
     try:
@@ -105,6 +119,9 @@ def from_json(found: dict[str, Any]) -> Config:
 
 def check(config: Config) -> Config:
     """The config itself, if its sizes fit together."""
+    for name, most in MOST.items():
+        if getattr(config, name, 0) > most:
+            raise ValueError(f"{name}={getattr(config, name)}; allowed: {most} at most")
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     if heads % kv:
         raise ValueError(f"num_key_value_heads={kv}; allowed: a divisor of num_attention_heads={heads}")
@@ -255,13 +272,23 @@ def _whole(found: dict[str, Any], name: str, default: int | None) -> Any:
     value = default if found.get(name) is None else found[name]
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{name}={value!r}; allowed: a whole number of at least 1")
+    if value is not None and value > MOST[name]:
+        raise ValueError(f"{name}={_shown(value)}; allowed: 1 to {MOST[name]}")
     return value
+
+
+def _shown(value: int) -> str:
+    """A number that Python may refuse to write, or that nobody wants to read."""
+    return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
 
 
 def _positive(found: dict[str, Any], name: str, default: float | None) -> float:
     value = default if found.get(name) is None else found[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}; allowed: a positive number")
+    if not 0 < value <= _LARGEST:
+        shown = _shown(value) if isinstance(value, int) else repr(value)
+        raise ValueError(f"{name}={shown}; allowed: a positive number, {_LARGEST:g} at most")
     return float(value)
 
 

@@ -1,11 +1,13 @@
 """Model folders out: written beside their place and renamed, so that what has the name is complete."""
 
+import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,22 @@ from commjax.llm.base import Model, Params
 from commjax.llm.checkpoints import INDEX, TOKENIZER, WEIGHTS
 
 SHARD = 5 * 10**9  # bytes
+# numpy's names and safetensors', in the order in which safetensors sorts them.
+_DTYPES = (
+    ("bool", "BOOL"),
+    ("uint8", "U8"),
+    ("int8", "I8"),
+    ("int16", "I16"),
+    ("uint16", "U16"),
+    ("float16", "F16"),
+    ("bfloat16", "BF16"),
+    ("int32", "I32"),
+    ("uint32", "U32"),
+    ("float32", "F32"),
+    ("float64", "F64"),
+    ("int64", "I64"),
+    ("uint64", "U64"),
+)
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 
 
@@ -48,7 +66,8 @@ def write_model(folder: Path, model: Model, params: Params, *, shard_bytes: int 
     dtype: Any = str(params.outer["embed_tokens"]["embedding"].dtype)
     write_json(folder / "config.json", configs.to_json(model.config._replace(dtype=dtype)))
     if len(shards) == 1:
-        return write_tensors(folder / WEIGHTS, shards[0])
+        write_tensors(folder / WEIGHTS, shards[0])
+        return
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards):
         write_tensors(folder / file, shard)
@@ -83,28 +102,74 @@ def publish(temporary: Path, folder: str | os.PathLike) -> None:
     os.rename(temporary, folder)
 
 
-def copy_beside(source: Path, folder: Path) -> None:
-    """Config, tokenizer and whatever else is no weights, from one model folder into another."""
+def copy_beside(source: Path, folder: Path, omit: Sequence[str] = ()) -> None:
+    """Config, tokenizer and whatever else is no weights, but not `omit`, from one model folder into another."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name != INDEX and (file.suffix in _BESIDE or file.name == TOKENIZER):
-            shutil.copyfile(file, folder / file.name)
+        if file.is_file() and file.name not in (INDEX, *omit) and (file.suffix in _BESIDE or file.name == TOKENIZER):
+            with _named(folder / file.name):
+                shutil.copyfile(file, folder / file.name)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """One safetensors file, atomically."""
-    from safetensors.numpy import save_file
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
+    """One safetensors file, atomically: the bytes of `safetensors.numpy.save_file`, which leaves its own temporary files
+    when it is killed.
 
-    # safetensors writes the memory of an array as it lies, whatever its strides.
-    dense = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    Args:
+        path: The file.
+        tensors: Name -> array, of any strides.
+    Returns:
+        The sha256 of the file.
+    """
+    # Widest numbers first, then by name, as safetensors orders them.
+    order = sorted(tensors, key=lambda name: (-_DTYPES.index(_dtype(name, tensors[name])), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": _dtype(name, tensors[name])[1],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    sha, temporary = hashlib.sha256(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        save_file(dense, temporary, {"format": "pt"})
-        with open(temporary, "rb") as file:
+        with _named(path), open(temporary, "xb") as file:
+            # One tensor is copied at a time.
+            for part in chain((len(text).to_bytes(8, "little"), text), (_memory(tensors[name]) for name in order)):
+                sha.update(part)
+                file.write(part)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return sha.hexdigest()
+
+
+def _memory(tensor: np.ndarray) -> Any:
+    """The bytes of an array, row by row."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def _dtype(name: str, tensor: np.ndarray) -> tuple[str, str]:
+    for pair in _DTYPES:
+        if pair[0] == str(tensor.dtype):
+            return pair
+    raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(one for one, _ in _DTYPES)}")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError says which file could not be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
@@ -114,7 +179,8 @@ def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None
 
 def write_json(path: Path, content: Any) -> None:
     """Indented, with a line feed at the end, atomically."""
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    with _named(path):
+        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _size(tensors: Mapping[str, np.ndarray]) -> int:

@@ -60,21 +60,23 @@ def _config(path: Path, header: list[int]) -> Config:
             f"{path} begins with {header}; allowed: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len of "
             "llama2.c's version 0, with dim a multiple of n_heads"
         )
-    return check(
-        Config(
-            architecture="llama",
-            vocab_size=abs(vocab),
-            hidden_size=dim,
-            intermediate_size=inner,
-            num_hidden_layers=blocks,
-            num_attention_heads=heads,
-            num_key_value_heads=kv,
-            head_dim=dim // heads,
-            max_position_embeddings=length,
-            tie_word_embeddings=vocab > 0,
-            rms_norm_eps=1e-5,
-        )
+    config = Config(
+        architecture="llama",
+        vocab_size=abs(vocab),
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=dim // heads,
+        max_position_embeddings=length,
+        tie_word_embeddings=vocab > 0,
+        rms_norm_eps=1e-5,
     )
+    try:
+        return check(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _lengths(config: Config) -> dict[str, int]:

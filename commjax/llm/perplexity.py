@@ -52,6 +52,7 @@ def losses(
         raise ValueError(f"lengths={lengths}; allowed: {count} whole numbers in 2..{time}")
 
     # The last batch is filled up with the first window, so that all have one shape.
+    batch_size = min(batch_size, count)
     rows = np.resize(np.arange(count), -(-count // batch_size) * batch_size)
     rows[count:] = 0
     batches = [jnp.asarray(windows[part], jnp.int32) for part in rows.reshape(-1, batch_size)]

@@ -32,13 +32,25 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         return llama2c(folder / TOKENIZER)
     try:
         from transformers import AutoTokenizer
+        from transformers.utils import logging
     except ImportError as error:
         raise ImportError("reading a tokenizer needs transformers: pip install 'commjax[llm]'") from error
     if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
         raise ValueError(
             f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files (tokenizer.json, vocab.json, ...)"
         )
-    found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # Anything may be in the folder, and transformers raises what it likes: Exception itself, KeyError, TypeError.
+    verbosity = logging.get_verbosity()
+    try:
+        logging.set_verbosity_error()
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: {str(error).partition(chr(10))[0]}; "
+            "allowed: files that it reads without running code of the folder"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
 
 
@@ -144,8 +156,8 @@ def random_windows(ids: Sequence[int], length: int, count: int, seed: int) -> Wi
     if len(ids) <= length:
         raise ValueError(f"ids has {len(ids)} tokens; allowed: more than one window of length={length}")
     draw = random.Random(seed)
-    starts = (draw.randint(0, len(ids) - length - 1) for _ in range(count))
-    return np.array([ids[start : start + length] for start in starts], np.int32)
+    starts = np.array([draw.randint(0, len(ids) - length - 1) for _ in range(count)])
+    return np.asarray(ids, np.int32)[starts[:, None] + np.arange(length)]
 
 
 def document_windows(

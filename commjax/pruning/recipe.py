@@ -71,6 +71,8 @@ def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple
         )
     if recipe.spread is not None:
         _check_spread(recipe.sparsity or 0.0, recipe.spread, model.config.num_hidden_layers)
+    if not 0 <= recipe.seed < 2**32:
+        raise ValueError(f"seed={recipe.seed}; allowed: 0 to {2**32 - 1}")
     if not 0 < recipe.outlier_multiple < math.inf:
         raise ValueError(f"outlier_multiple={recipe.outlier_multiple}; allowed: finite, above 0")
     for shape, name in _shapes(model).items():

@@ -184,8 +184,8 @@ def _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign) -> bo
         raise ValueError(f"stats has {stats.x.hi.shape[-1]} inputs; allowed: the {W.shape[0]} of W")
     if pattern is not None:
         check_pattern(W.shape[0], *pattern)
-    if cycles < 1:
-        raise ValueError(f"cycles={cycles}; allowed: at least 1")
+    if not 1 <= cycles <= 2**30:
+        raise ValueError(f"cycles={cycles}; allowed: 1 to {2**30}")
     for name, value in (("threshold", threshold), ("power", power)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}={value}; allowed: finite, at least 0")

@@ -1,18 +1,23 @@
 """A model folder pruned into another one: in memory is one block, the one before it until it is written, and the activations.
 
-The work is done in `OUT.partial`, which takes the name OUT at the end.  Every finished block is a shard of its own and a line in
-`manifest.json`; a run that was killed, however, is called again with the same arguments and goes on after the last of them.  It
-recomputes the activations from the pruned blocks, so that they need no place on the disk, and ends with the same bits.
+The work is done in `OUT.partial`, which takes the name OUT at the end.  Every finished block is a shard of its own, with its sha256
+in `manifest.json`.  To resume a run that was killed, call it again with the same arguments.  It continues after the last finished
+block: it recomputes the activations from the pruned blocks, so that they need no place on the disk, and ends with the same bits.
+Every byte of the source is hashed first, so that a run is never continued on another source.  A shard that was altered or lost since
+it was written is computed again, with the blocks after it.
 """
 
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import numpy as np
 
 from commjax import __version__
 from commjax.checkpoint import digest
+from commjax.data import bounded
 from commjax.llm import checkpoints, export, names
 from commjax.llm.base import Layers
 from commjax.llm.checkpoints import Checkpoint
@@ -30,9 +36,13 @@ from commjax.pruning.model import Layer, Windows
 from commjax.pruning.recipe import Recipe
 
 MANIFEST = "manifest.json"
-_FORMAT = "commjax-pruned-2"
-_TORN = re.compile(r"\..+\.[0-9a-f]{8}")  # what `export` calls a file or folder that is being written
-_PAGE, _PAGES = 4096, 64  # of every file, for its fingerprint
+_FORMAT = "commjax-pruned-3"
+# What `export` calls a file or folder that is being written, and what safetensors calls one.
+_TORN = re.compile(r"\..+\.[0-9a-f]{8}|\.tmp[A-Za-z0-9]{6}")
+
+
+class Stopped(Exception):
+    """The caller asked `prune_folder` to stop, and all finished blocks are written."""
 
 
 def prune_folder(
@@ -43,12 +53,25 @@ def prune_folder(
     *,
     batch_size: int = 8,
     progress: bool = True,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Layer, ...]:
     """Prune the Hugging Face folder `source` into the new folder `out`, calibrated on `windows` of tokens.
 
     `out` loads in transformers as it is.  Everything is checked before any work: the source (names, shapes, NaN), the recipe,
     the windows, that `out` is new.  What OWL asks for is known after a pass of the dense model, and checked before anything is
-    written.  Returns what became of every layer, as `manifest.json` has it.
+    written.
+
+    Args:
+        source: Model folder.
+        out: New folder.
+        windows: Tokens to calibrate on, [n, t].
+        recipe: How to prune.
+        batch_size: Windows at a time.
+        progress: Show a progress bar, and say on stderr if finished blocks are computed again.
+        stop: Called before the first block and after each one.  If it returns True, the block is written and `Stopped` is
+            raised; another call with the same arguments continues.
+    Returns:
+        What became of every layer, as `manifest.json` has it.
     """
     source, out = Path(source), Path(out)
     export.refuse_existing(out)
@@ -64,16 +87,18 @@ def prune_folder(
         "calibration": {"windows": list(windows.shape), "batch_size": batch_size, "digest": digest(windows)},
         "source": _fingerprint(checkpoint),
     }
-    manifest = _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
-    _run(partial, checkpoint, windows, recipe, batch_size, progress, manifest)
-    _end(partial, checkpoint)
-    export.publish(partial, out)
+    _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
+    with _locked(partial):
+        manifest = _resume(partial, checkpoint, identity, progress)
+        _run(partial, checkpoint, windows, recipe, batch_size, progress, stop, manifest)
+        _end(partial, checkpoint)
+        export.publish(partial, out)
     return layers_of(manifest)
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """What `prune_folder` wrote beside the weights: recipe, calibration, source, and every layer."""
-    return json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+    """What `prune_folder` wrote beside the weights: recipe, calibration, source, every layer, and the sha256 of every file."""
+    return bounded.read_json(Path(folder) / MANIFEST)
 
 
 def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
@@ -83,33 +108,105 @@ def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
 
 def _begin(
     partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], sparsities: Callable[[], list[float]]
-) -> dict[str, Any]:
-    """The manifest of a new run, or of the one to be continued."""
+) -> None:
+    """Make the folder of a new run."""
     for torn in partial.parent.glob(f".{glob.escape(partial.name)}.*"):  # of a process killed just here
         if _TORN.fullmatch(torn.name) and torn.is_dir():
             shutil.rmtree(torn)
     if not partial.exists():
-        manifest = identity | {"sparsities": sparsities(), "blocks": []}
+        manifest = identity | {"sparsities": sparsities(), "blocks": [], "files": {}}
         with export.writing(partial) as folder:
             export.copy_beside(checkpoint.folder, folder)
             export.write_json(folder / MANIFEST, manifest)
-        return manifest
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Only one process writes a folder; the lock ends with the process, however it ends."""
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{partial} is being written by another process; allowed: one at a time") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], progress: bool) -> dict[str, Any]:
+    """The manifest, without the blocks whose shards are not as they were written."""
     try:
         manifest = read_manifest(partial)
+        _check_manifest(manifest, checkpoint.model.config.num_hidden_layers)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{partial} exists and is no unfinished run ({error}); allowed: no such folder, or one of this run"
         ) from error
     for name, value in json.loads(json.dumps(identity)).items():
         if manifest.get(name) != value:
+            there, here = _differing(manifest.get(name), value)
             raise ValueError(
-                f"{partial} is of another run: {name} is {manifest.get(name)} there, {value} here; remove it, or choose "
-                "another folder"
+                f"{partial} is of another run: {name} is {there} there, {here} here; remove it, or choose another folder"
             )
-    for torn in partial.glob(".*"):  # what a killed process was writing
+    _remove_torn(partial)
+    _forget_altered(partial, checkpoint, manifest, progress)
+    return manifest
+
+
+def _check_manifest(manifest: Any, count: int) -> None:
+    """ValueError unless the run can be continued from what the manifest says."""
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{MANIFEST} holds a {type(manifest).__name__}; allowed: an object")
+    if manifest.get("format") != _FORMAT:
+        return  # the comparison with this run's identity says so
+    sparsities, blocks, files = (manifest.get(name) for name in ("sparsities", "blocks", "files"))
+    if not isinstance(files, dict) or not all(isinstance(one, str) for one in files.values()):
+        raise ValueError(f"files={files!r}; allowed: an object, file -> sha256")
+    numbers = sparsities if isinstance(sparsities, list) else []
+    if len(numbers) != count or not all(isinstance(one, float) and 0 <= one < 1 for one in numbers):
+        raise ValueError(f"sparsities={sparsities!r}; allowed: {count} numbers in [0, 1)")
+    try:
+        layers = layers_of({"blocks": blocks})
+    except TypeError as error:
+        raise ValueError(f"blocks={blocks!r}; allowed: lists of layers") from error
+    given = blocks if isinstance(blocks, list) else []
+    if len(given) > count or not all(isinstance(one.error, float) for one in layers):
+        raise ValueError(f"blocks={blocks!r}; allowed: the layers of {count} blocks at most, with their errors")
+
+
+def _differing(there: Any, here: Any) -> tuple[Any, Any]:
+    """Of two objects only the entries that differ."""
+    if not isinstance(there, dict) or not isinstance(here, dict):
+        return there, here
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return {name: there.get(name) for name in names}, {name: here.get(name) for name in names}
+
+
+def _remove_torn(partial: Path) -> None:
+    """Remove what a killed process was writing."""
+    for torn in partial.glob(".*"):
         if _TORN.fullmatch(torn.name) and torn.is_file():
             torn.unlink()
-    return manifest
+
+
+def _forget_altered(partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], progress: bool) -> None:
+    """Drop the blocks from the first whose shard is not as it was written: they are computed again, to the same bits."""
+    shards = [_shard(checkpoint, number) for number in range(len(manifest["blocks"]) + 1)]
+    good = [_sha256(partial / file) == manifest["files"].get(file, "none") for file in shards]
+    if not good[0]:
+        manifest["files"].pop(shards[0], None)  # written again from the source
+    if all(good[1:]):
+        return
+    first = good[1:].index(False)
+    if progress:
+        print(
+            f"{partial / shards[first + 1]} is not as it was written: block {first} and those after it are computed again",
+            file=sys.stderr,
+        )
+    del manifest["blocks"][first:]
+    kept = set(shards[: first + 1])
+    manifest["files"] = {file: sha for file, sha in manifest["files"].items() if file in kept}
 
 
 def _sparsities(checkpoint: Checkpoint, windows: Windows, recipe: Recipe, batch_size: int) -> list[float]:
@@ -125,13 +222,14 @@ def _run(
     recipe: Recipe,
     batch_size: int,
     progress: bool,
+    stop: Callable[[], bool],
     manifest: dict[str, Any],
 ) -> None:
     model = checkpoint.model
     count, finished = model.config.num_hidden_layers, len(manifest["blocks"])
     outer = checkpoints.read_outer(checkpoint)
-    if not (partial / _shard(checkpoint, 0)).exists():
-        export.write_tensors(partial / _shard(checkpoint, 0), names.outer_tensors(model, outer))
+    if _shard(checkpoint, 0) not in manifest["files"]:
+        _write(partial, checkpoint, manifest, 0, names.outer_tensors(model, outer))
     if finished == count:
         return
     hidden = in_memory.embed(model, outer, windows, batch_size)
@@ -151,12 +249,21 @@ def _run(
             lambda done, layer: bar(done, {"block": float(layer.block), "error": layer.error}),
         )
         written: Future | None = None
+        if stop():
+            raise _stopped(partial, finished, count)
         for number, (block, found) in enumerate(pruned, finished):
             if written is not None:
                 written.result()  # at most one block waits for the disk
             written = disk.submit(_finish, partial, checkpoint, manifest, number, block, found)
+            if number + 1 < count and stop():
+                written.result()
+                raise _stopped(partial, number + 1, count)
         if written is not None:
             written.result()
+
+
+def _stopped(partial: Path, finished: int, count: int) -> Stopped:
+    return Stopped(f"stopped with {finished} of {count} blocks in {partial}; the same command again continues")
 
 
 def _finish(
@@ -169,13 +276,25 @@ def _finish(
 ) -> None:
     """The shard first: what the manifest says is there."""
     tensors = names.block_tensors(checkpoint.model, number, block)
-    export.write_tensors(partial / _shard(checkpoint, number + 1), tensors)
     manifest["blocks"].append([one._asdict() for one in found])
+    _write(partial, checkpoint, manifest, number + 1, tensors)
+
+
+def _write(
+    partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], number: int, tensors: dict[str, np.ndarray]
+) -> None:
+    """A shard, then the manifest with its sha256."""
+    file = _shard(checkpoint, number)
+    manifest["files"] = dict(sorted({**manifest["files"], file: export.write_tensors(partial / file, tensors)}.items()))
     export.write_json(partial / MANIFEST, manifest)
 
 
 def _end(partial: Path, checkpoint: Checkpoint) -> None:
     """The index; then the folder is read as anybody will."""
+    _remove_torn(partial)
+    export.copy_beside(
+        checkpoint.folder, partial, omit=(MANIFEST,)
+    )  # again: these files have no sha256 in the manifest
     files = {name: _shard(checkpoint, 0) for name in _names(checkpoint, None)}
     for number in range(checkpoint.model.config.num_hidden_layers):
         files |= {name: _shard(checkpoint, number + 1) for name in _names(checkpoint, number)}
@@ -212,14 +331,16 @@ def _read_shard(checkpoint: Checkpoint, partial: Path, number: int) -> Layers:
     return checkpoints.read_block(checkpoint._replace(tensors=tensors), number)
 
 
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Changes with the config, with the names and sizes of the files, and with their bytes at 64 places of each."""
-    sha = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-    for path in sorted({path for path, _ in checkpoint.tensors.values()}):
-        size = path.stat().st_size
-        sha.update(f"{path.name} {size} ".encode())
+def _fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """The sha256 of config.json and of every file of weights: every byte of them."""
+    files = {checkpoint.folder / "config.json", *(path for path, _ in checkpoint.tensors.values())}
+    return {path.name: _sha256(path) for path in sorted(files)}
+
+
+def _sha256(path: Path) -> str | None:
+    """Of a file, read in pieces; None if it is not there."""
+    try:
         with open(path, "rb") as file:
-            for i in range(_PAGES):
-                file.seek(max(0, size - _PAGE) * i // (_PAGES - 1))
-                sha.update(file.read(_PAGE))
-    return sha.hexdigest()[:16]
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from commjax.data import download
+from commjax.data import bounded
 from commjax.llm.base import Hidden, Layers, Model, Params
 from commjax.llm.tokens import Tokenizer
 from commjax.pruning.model import advance, embed
@@ -108,15 +107,12 @@ def read(
     path: str | os.PathLike, task: Callable[[dict[str, Any]], Question], limit: int | None = None
 ) -> list[Question]:
     """The questions of a .jsonl file, plain or packed; the first `limit` of them."""
-    path = Path(path)
-    with open(path, "rb") as raw:
-        lines = download.unpack(raw, path.suffix).read().decode("utf-8").split("\n")
-    found = []
+    found, lines = [], bounded.text(path).split("\n")
     # Not splitlines: U+2028 and U+0085 may stand in a JSON text.
     for number, line in [pair for pair in enumerate(lines, 1) if pair[1].strip()][:limit]:
         try:
             found.append(task(json.loads(line)))
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no question of {task.__name__}: {error!r}") from error
     return found
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commjax.data import embedded, libsvm
+from commjax.data import bounded, embedded, libsvm
 
 requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
 
@@ -87,6 +87,7 @@ BAD_LINES = {
     "1 2:1 1:1": ("unsorted or repeated index 1", "ascending"),
     "1 2:1 2:1": ("unsorted or repeated index 2", "ascending"),
     "1 9:1": ("index 9", "1 to n_features=8"),
+    "1 999999999:1": ("index 999999999", "1 to n_features=8"),
 }
 
 
@@ -99,6 +100,26 @@ def test_a_bad_line_is_refused_with_file_line_and_text(tmp_path, line):
     given, allowed = BAD_LINES[line]
     for part in ("bad, line 4: ", given, f"allowed: {allowed}", repr(line)):
         assert part in str(error.value)
+
+
+def test_an_array_that_no_memory_holds_is_refused_before_it_is_made(tmp_path):
+    """Dense arrays: two rows of 999999999 features have 16 GB."""
+    path = tmp_path / "wide"
+    for text, message in (
+        ("1 999999999:1\n2 1:1\n", r"wide, line 1: index 999999999; allowed: 1 to 33554432"),
+        ("1 33554432:1\n2 1:1\n" * 20, r"wide: 40 rows of 33554432 features are 1342177280 numbers; allowed: 1073741824 at most"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            libsvm.read(path)
+        with pytest.raises(ValueError, match=message):
+            libsvm.read_rows(libsvm.scan(path), np.arange(40))
+    path.write_text("1 1:1\n2 1:1\n")
+    with pytest.raises(ValueError, match=r"wide: 2 rows of 1000000000 features"):
+        libsvm.load(path, n_features=10**9)
+    path.write_bytes(b"1 1:1\n2 \xb2:1\n")  # a digit for str.isdigit, not for int
+    with pytest.raises(ValueError, match="wide, line 2: the line does not parse"):
+        libsvm.read_rows(libsvm.scan(path), np.arange(2))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
@@ -204,6 +225,7 @@ def test_load_prefers_path_then_folder_then_its_subfolder_then_cache(tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMMJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COMMJAX_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COMMJAX_TRUST_FIRST_USE", "1")
     places = ["cache/tiny", "data/libsvm/tiny", "data/tiny", "tiny"]
     for value, place in enumerate(places, start=2):
         tiny(tmp_path / place, float(value))
@@ -217,7 +239,7 @@ def test_load_prefers_path_then_folder_then_its_subfolder_then_cache(tmp_path, m
 @pytest.mark.parametrize("suffix", ["", ".xz", ".gz", ".bz2", ".t", ".t.xz"])
 def test_known_names_have_their_known_width(tmp_path, suffix):
     path = tmp_path / f"ijcnn1{suffix}"
-    with libsvm.download._UNPACK.get(path.suffix, open)(path, "wb") as file:
+    with bounded._UNPACK.get(path.suffix, open)(path, "wb") as file:
         file.write(b"1 1:1\n-1 2:1\n")
     name = "ijcnn1.t" if ".t" in suffix else "ijcnn1"
     assert libsvm.load(name, folder=tmp_path).features.shape == (2, 22)

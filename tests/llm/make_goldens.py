@@ -20,7 +20,9 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
     with torch.no_grad():
         return model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
 
@@ -32,7 +34,7 @@ def main() -> None:
     goldens, logits = {}, {}
     for case, said in tiny.CASES.items():
         config = transformers.AutoConfig.for_model(**json.loads(json.dumps(said)))
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             with safe_open(Path(folder) / "model.safetensors", "numpy") as file:

@@ -21,7 +21,9 @@ pytestmark = [
 
 
 def torch_model(folder, **options):
-    found, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, trust_remote_code=False, **options
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return found.eval()
 
@@ -72,7 +74,7 @@ def test_our_config_is_theirs(case, tmp_path):
     """Every field that transformers reads from what we write is the one it had."""
     export, wanted = tmp_path / "config.json", transformers.AutoConfig.for_model(**tiny.goldens()[case]["config"])
     export.write_text(json.dumps(config.to_json(config.from_json(tiny.CASES[case]))))
-    found = transformers.AutoConfig.from_pretrained(tmp_path)
+    found = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
     mine, theirs = found.to_dict(), wanted.to_dict()
     theirs.get("rope_parameters", {}).pop("type", None)  # an old name of rope_type, kept beside it
     differ = {key for key, value in theirs.items() if mine.get(key) != value}

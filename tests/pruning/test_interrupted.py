@@ -1,5 +1,7 @@
 """A run that was killed or that failed goes on to the same bits, and never looks complete before it is."""
 
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from commjax.llm import checkpoints, export
+from commjax import cli
+from commjax.llm import checkpoints, export, tokens
 from commjax.pruning import scores, stream
 from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
@@ -29,8 +32,9 @@ write_tensors = export.write_tensors
 
 def slowly(path, tensors):
     time.sleep(pause)
-    write_tensors(path, tensors)
+    sha256 = write_tensors(path, tensors)
     time.sleep(pause)
+    return sha256
 
 export.write_tensors = slowly
 recipe = Recipe(sparsity=0.5, score=choose(scores.stoch_ria, beta=0.5))
@@ -80,10 +84,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     assert blocks() == 0
     kill_when(source, tmp_path / "out", lambda: blocks() == 2)
     (partial / ".model-00004-of-00004.safetensors.12345678").write_bytes(b"torn")
+    (partial / ".tmpaZ09xy").write_bytes(b"torn, of safetensors")
     with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
         checkpoints.open_folder(partial)
     half = (partial / "model-00002-of-00004.safetensors").stat().st_mtime_ns
     finish(start(source, tmp_path / "out"))
+    assert not list((tmp_path / "out").glob(".*"))
     assert models.files(tmp_path / "out") == models.files(tmp_path / "whole") and not partial.exists()
     assert (tmp_path / "out" / "model-00002-of-00004.safetensors").stat().st_mtime_ns == half
 
@@ -96,7 +102,7 @@ def failing(monkeypatch, at):
         calls.append(path)
         if len(calls) > at:
             raise OSError("no space left on device")
-        real(path, tensors)
+        return real(path, tensors)
 
     monkeypatch.setattr(export, "write_tensors", write)
 
@@ -175,3 +181,173 @@ def test_a_foreign_folder_in_the_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"out\.partial exists and is no unfinished run"):
         stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     assert (tmp_path / "out.partial" / "mine").read_text() == "precious"
+
+
+def unfinished(source, out, monkeypatch, blocks=2):
+    """A run that ended when this many of 3 blocks were written."""
+    with monkeypatch.context() as patch:
+        failing(patch, blocks + 1)
+        with pytest.raises(OSError, match="no space left"):
+            stream.prune_folder(source, out, models.windows(), WANDA, progress=False)
+    partial = out.with_name(f"{out.name}.partial")
+    assert len(stream.read_manifest(partial)["blocks"]) == blocks
+    return partial
+
+
+def test_one_byte_of_the_source_anywhere_makes_it_another_run(tmp_path, monkeypatch):
+    """A sample of 64 pages of a file, as there was, does not see a change between them."""
+    source = models.folder(tmp_path / "source", vocab_size=20_000)
+    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
+    path = max(source.glob("*.safetensors"), key=lambda one: one.stat().st_size)
+    size = path.stat().st_size
+    pages = [max(0, size - 4096) * i // 63 for i in range(64)]
+    at = next(at for at in range(size // 2, size, 4) if all(not page <= at < page + 4096 for page in pages))
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1  # the last bit of a float32
+    path.write_bytes(content)
+    before = models.files(partial)
+    with pytest.raises(
+        ValueError, match=rf"of another run: source is {{'{path.name}': '\w{{64}}'}} there, .* here; remove it"
+    ):
+        stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    assert models.files(partial) == before
+
+
+@pytest.mark.parametrize("what", ["outer", "first", "last", "lost", "config"])
+def test_a_finished_shard_that_was_altered_is_computed_again(what, tmp_path, monkeypatch, capsys):
+    source = models.folder(tmp_path / "source")
+    stream.prune_folder(source, tmp_path / "whole", models.windows(), WANDA, progress=False)
+    partial = unfinished(source, tmp_path / "out", monkeypatch)
+    number = {"outer": 1, "first": 2, "last": 3, "lost": 3}.get(what, 0)
+    path = partial / (f"model-{number:05d}-of-00004.safetensors" if number else "config.json")
+    if what == "lost":
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 4  # in a file of weights, of the last float32
+        path.write_bytes(content)
+    layers = stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA)
+    assert models.files(tmp_path / "out") == models.files(tmp_path / "whole") and len(layers) == 21
+    said = capsys.readouterr().err
+    block = {"first": 0, "last": 1, "lost": 1}.get(what)
+    assert ("is not as it was written" in said) == (block is not None)
+    if block is not None:
+        assert f"{path} is not as it was written: block {block} and those after it are computed again\n" in said
+
+
+def test_the_manifest_has_the_sha256_of_every_shard(tmp_path):
+    source = models.folder(tmp_path / "source")
+    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    manifest, found = stream.read_manifest(tmp_path / "out"), models.files(tmp_path / "out")
+    assert manifest["files"] == {name: sha for name, sha in found.items() if name.endswith(".safetensors")}
+    assert len(manifest["files"]) == 4
+    wanted = {name: sha for name, sha in models.files(source).items() if name == "config.json" or "safetensors" in name}
+    wanted.pop(checkpoints.INDEX)
+    assert manifest["source"] == wanted
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("blocks", [[], [], [], []]),
+        ("blocks", 3),
+        ("blocks", [[{"block": 0}]]),
+        ("blocks", [[{"block": 0, "name": "x", "sparsity": 0.5, "error": "none"}]]),
+        ("sparsities", [0.5]),
+        ("sparsities", [0.5, 0.5, 1.0]),
+        ("sparsities", [0.5, 0.5, "0.5"]),
+        ("files", []),
+        ("files", {"model-00001-of-00004.safetensors": 3}),
+    ],
+)
+def test_a_manifest_that_was_altered_is_refused(name, value, tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
+    manifest = stream.read_manifest(partial) | {name: value}
+    (partial / stream.MANIFEST).write_text(json.dumps(manifest))
+    before = models.files(partial)
+    with pytest.raises(ValueError, match=rf"out\.partial exists and is no unfinished run \({name}=.*; allowed: "):
+        stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    assert models.files(partial) == before
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
+    handle = os.open(partial, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(
+            ValueError, match=r"out\.partial is being written by another process; allowed: one at a time"
+        ):
+            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    finally:
+        os.close(handle)
+    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+
+
+def signalling(patch, place, name, at, *numbers):
+    """Call number `at` of a function sends signals to this process."""
+    real, calls = getattr(place, name), []
+
+    def called(*arguments, **more):
+        calls.append(name)
+        for number in numbers if len(calls) == at else ():
+            signal.raise_signal(number)
+        return real(*arguments, **more)
+
+    patch.setattr(place, name, called)
+
+
+PRUNE = [
+    "prune",
+    "--model",
+    "source",
+    "--calibration",
+    "text.txt",
+    "--out",
+    "out",
+    "--samples",
+    "4",
+    "--window",
+    "16",
+    "--method",
+    "magnitude",
+]
+
+
+def stopped(capsys):
+    """Exit code and stderr of the command."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(PRUNE)
+    return stop.value.code, capsys.readouterr().err
+
+
+def test_a_signal_stops_the_command_after_the_block_and_the_same_command_continues(tmp_path, monkeypatch, capsys):
+    source = models.folder(tmp_path / "source", vocab_size=259)
+    models.tokenizer(source / "tokenizer.bin")
+    (tmp_path / "text.txt").write_text("A text that nobody has to read. " * 9)
+    monkeypatch.chdir(tmp_path)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    cli.main([word if word != "out" else "whole" for word in PRUNE])
+    capsys.readouterr()
+    again = "the same command again continues"
+    with monkeypatch.context() as patch:  # before any block: at once
+        signalling(patch, tokens, "load", 1, signal.SIGTERM)
+        assert stopped(capsys) == (143, f"commjax: SIGTERM: stopped; {again} or begins anew\n")
+    assert not (tmp_path / "out.partial").exists()
+    with monkeypatch.context() as patch:  # while block 0 is computed
+        signalling(patch, checkpoints, "read_block", 1, signal.SIGTERM)
+        assert stopped(capsys) == (143, f"commjax: SIGTERM: stopped with 1 of 3 blocks in out.partial; {again}\n")
+    with monkeypatch.context() as patch:  # while block 1 is computed, after block 0 was read again
+        signalling(patch, checkpoints, "read_block", 2, signal.SIGINT)
+        assert stopped(capsys) == (130, f"commjax: SIGINT: stopped with 2 of 3 blocks in out.partial; {again}\n")
+    with monkeypatch.context() as patch:  # twice: at once
+        signalling(patch, checkpoints, "read_block", 3, signal.SIGINT, signal.SIGINT)
+        assert stopped(capsys) == (130, f"commjax: SIGINT: stopped; {again} or begins anew\n")
+    assert len(stream.read_manifest("out.partial")["blocks"]) == 2
+    with monkeypatch.context() as patch:  # while the last block is computed: it is the end anyway
+        signalling(patch, checkpoints, "read_block", 3, signal.SIGTERM)
+        cli.main(PRUNE)
+    assert models.files(tmp_path / "out") == models.files(tmp_path / "whole")
+    assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

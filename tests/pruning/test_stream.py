@@ -139,7 +139,10 @@ def test_transformers_loads_the_output_as_it_is(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     source = models.folder(tmp_path / "source", kind)
     stream.prune_folder(source, tmp_path / "out", models.windows(), Recipe(sparsity=0.5), progress=False)
-    dense, pruned = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path / "out"))
+    dense, pruned = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+        for path in (source, tmp_path / "out")
+    )
     tokens = torch.tensor(models.windows(), dtype=torch.long)
     model, params = llm.load(tmp_path / "out")
     with torch.no_grad():
