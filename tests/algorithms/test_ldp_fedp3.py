@@ -7,6 +7,7 @@ import pytest
 
 from commjax import accounting, privacy, private_training, runner
 from commjax.algorithms import ldp_fedp3, sketched
+from commjax.base import Message, Round, State
 from commjax.compressors import identity, perm_k
 from commjax.theory import ldp_fedp3 as theory
 
@@ -102,6 +103,37 @@ def test_the_noise_that_is_drawn_has_the_calibrated_deviation(noisy_rounds):
         assert abs(kurtosis - 3) < 0.15
     covariance = np.cov(moved.T) / deviation**2
     assert np.abs(covariance - np.eye(6)).max() < 0.08
+
+
+def test_the_noise_differs_between_layers_clients_and_rounds():
+    """The step's own messages at a point without gradients: 2 x 3 x 3 vectors of one shape, pairwise independent."""
+
+    def flat(params, rows):
+        return jnp.mean(rows["a"]) * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
+
+    layers, size = {"first": jnp.zeros(300), "second": jnp.zeros(300)}, 300
+    data, hparams = {"a": jnp.zeros((3, 4))}, ldp_fedp3.HParams(1.0, 1.0, 4.0, 1.0)
+    algorithm = ldp_fedp3.ldp_fedp3(flat, identity())
+
+    @jax.jit
+    def messages(round):
+        server = algorithm.init(layers, IDS).server._replace(round=round)
+
+        def one(id, rows):
+            parts = Round(jax.random.fold_in(KEY, round), id, N, lambda x: Message(x, jnp.zeros(())))
+            return algorithm.exchange.client_step(parts, hparams, server, sketched.Client(id), rows)[1].value
+
+        sent = jax.vmap(one)(IDS, data)
+        after, _ = algorithm.step(KEY, hparams, State(server, sketched.Client(IDS)), data)
+        return sent, after.server.params
+
+    rounds = [messages(jnp.asarray(round)) for round in range(3)]
+    for sent, after in rounds:  # these are the messages of the step
+        jax.tree.map(lambda rows, new: np.testing.assert_allclose(rows.mean(axis=0), new, rtol=1e-12), sent, after)
+    noise = np.concatenate([np.asarray(leaf) for sent, _ in rounds for leaf in jax.tree.leaves(sent)])
+    assert noise.shape == (18, size) and len(np.unique(noise)) == 18 * size
+    assert np.abs(noise.std(axis=1) - 1).max() < 0.2  # z C / (q m) = 4 / 4
+    assert np.abs(np.corrcoef(noise) - np.eye(18)).max() < 5 / np.sqrt(size)
 
 
 def test_the_noise_does_not_know_who_owns_the_coordinate(noisy_rounds):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from commjax import clients, parallel
+from commjax import clients, cohorts, parallel
 from commjax.base import Message, State
+from commjax.prox import cohort
 
 N, KEY = 8, jax.random.key(5)
 IDS = jnp.arange(N)
@@ -164,3 +165,15 @@ def test_the_price_of_a_model_is_a_number_of_the_default_dtype():
     params = {"w": jnp.ones((2, 3), jnp.float32), "b": jnp.ones(5, jnp.bfloat16)}
     bits = clients.bits_of(params)
     assert bits == 6 * 32 + 5 * 16 and bits.dtype == jnp.float64
+
+
+def test_only_members_of_a_block_are_counted_where_blocks_have_unequal_sizes():
+    """block([[0, 1, 2], [3]]) has three slots; a cohort of one client sends one vector."""
+    sampling, params = cohorts.block([[0, 1, 2], [3]]), jnp.zeros(5, jnp.float32)
+    sizes = set()
+    for seed in range(8):
+        draw = sampling.sample(jax.random.key(seed))
+        members = int(draw.mask.sum())
+        assert len(draw.ids) == 3 and float(cohort.price(draw, 4, params)) == members / 4 * 5 * 32
+        sizes.add(members)
+    assert sizes == {1, 3}

@@ -132,16 +132,21 @@ def test_the_sum_is_made_in_full_precision():
     assert products and any("HIGHEST" in line for line in products)
 
 
-def test_the_noise_is_standard_in_every_leaf_and_the_leaves_are_strangers():
-    like = {"a": jnp.zeros((100, 50)), "b": jnp.zeros(5000, jnp.float32)}
+def test_the_noise_is_standard_in_every_leaf_and_leaves_of_one_shape_and_dtype_are_independent():
+    like = {
+        "a": jnp.zeros((100, 50)),
+        "b": jnp.zeros((100, 50)),
+        "c": [jnp.zeros((100, 50)), jnp.zeros(5000, jnp.float32)],
+    }
     noise = privacy.gaussian_like(KEY, like)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), noise) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), like
     )
-    a, b = np.asarray(noise["a"]).ravel(), np.asarray(noise["b"], np.float64)
-    for leaf in (a, b):
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(noise)]
+    for leaf in leaves:
         assert abs(leaf.mean()) < 0.06 and abs(leaf.std() - 1) < 0.04
-    assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
+    assert np.abs(np.corrcoef(leaves) - np.eye(4)).max() < 0.06
+    assert len(np.unique(leaves[:3])) == 15_000
 
 
 def test_no_leaf_has_the_noise_of_a_key_that_others_split_off():
