@@ -327,6 +327,9 @@ BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     },
 }
 NAMES = list(BUILDERS)
+# These have the code of another entry, with another compressor, regularizer or hparams.
+_LIKE_ANOTHER = {"ef-bv top-k", "ef-bv dithering", "ef-bv l1", "ef-bv leafwise", "diana", "compressed gd"}
+DISTINCT = [name for name in NAMES if name not in _LIKE_ANOTHER]
 
 
 @cache

@@ -11,12 +11,11 @@ import numpy as np
 from commjax import distributed, parallel
 
 ROUNDS, SEED = 2, 3
-# EF-BV with other compressors or hparams than those that are left: what passes between processes is the same.
-SAME = {"ef-bv top-k", "ef-bv dithering", "ef-bv l1", "ef-bv leafwise", "diana", "compressed gd"}
-
-
-def names(every: list[str]) -> list[str]:
-    return [name for name in every if name not in SAME]
+# A method of each kind: what passes between processes is the same for the others (`tests/conformance/test_devices.py`).
+NAMES = [
+    "ef-bv comp", "ef-bv m-nice", "ef-bv network", "scafflix", "scafflix cohort", "fedavg cohort", "scaffold", "sppm-as", "fedp3",
+    "fedp3 attention", "ldp-fedp3", "sketched",
+]  # fmt: skip
 
 
 def main(address: str, process: int, path: str) -> None:
@@ -26,7 +25,7 @@ def main(address: str, process: int, path: str) -> None:
     from tests import registry  # computes at once, so after the start
 
     mesh, found = parallel.client_mesh(), {}
-    for name in names(registry.NAMES):
+    for name in NAMES:
         case = registry.build(name)
         n = len(case.ids)
         ids = distributed.own_ids(n, mesh)

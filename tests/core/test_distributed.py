@@ -20,7 +20,7 @@ from commjax.data import libsvm, partition
 from commjax.data.own import own_rows
 from experiments import launch
 from tests.core import pair
-from tests.registry import NAMES, build
+from tests.registry import build
 
 ROOT = Path(__file__).parents[2]
 KEY = jax.random.key(3)
@@ -306,7 +306,7 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         for process, file in enumerate(files)
     ]  # fmt: skip
     try:
-        names = pair.names(NAMES)
+        names = pair.NAMES
         cases = [build(name) for name in names]
         runs = [runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, pair.ROUNDS) for case in cases]
         for process in both:
