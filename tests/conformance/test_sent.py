@@ -4,17 +4,18 @@ Default compiler, float32 and float64, sizes at which XLA fuses loops.  The comp
 was handed and what it made of it; another program then compresses the reported vectors.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import compressors, optax_face
+from commjax import compressors, optax_face, parallel, runner
 from commjax.algorithms import ef_bv, sketched
+from commjax.data import embedded, partition, stacked
 from commjax.data.stacked import ClientData
-from commjax.problems import logistic
+from commjax.problems import constants, logistic
 
 N, ROWS, D, ROUNDS = 37, 20, 123, 12
 INF = float("inf")
@@ -134,3 +135,18 @@ def test_a_sketched_round_and_an_optax_step_send_likewise(dtype):
     jax.block_until_ready(update(x, aggregate.init(x), data))
     jax.effects_barrier()
     check_reports(compressor, 2, reports)
+
+
+def test_two_devices_follow_one_for_hundreds_of_rounds():
+    """A selection that depends on the program flips a coordinate sooner or later, and the runs part (here in round 123)."""
+    dataset = embedded.breast_cancer()
+    rows, d, n = partition.blocks(len(dataset.labels), 100, seed=0), dataset.features.shape[1], 100
+    compressor, data = compressors.comp(1, d // 2), stacked.stack(dataset, rows)
+    smoothness = constants.smoothness(logistic.constants(dataset, rows, 0.1).L_i, mu=0.1)  # as `experiments.launch`
+    hparams = ef_bv.theoretical(compressor.constants(d, n), smoothness)
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=0.1)), compressor)
+    inputs = (jax.random.key(0), algorithm, hparams, algorithm.init(jnp.zeros(d), jnp.arange(n)), data, 400)
+    one, seen = runner.run(*inputs)
+    two, found = parallel.run(*inputs, parallel.client_mesh(2))
+    np.testing.assert_allclose(found.loss, seen.loss, rtol=1e-12)
+    np.testing.assert_allclose(two.server.params, one.server.params, rtol=1e-10, atol=1e-12)
