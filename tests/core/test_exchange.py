@@ -341,7 +341,7 @@ def test_a_robust_server_leaves_out_who_is_refused_or_absent():
     np.testing.assert_allclose(server.shift, lam * np.median(values, axis=0), rtol=1e-13)
     np.testing.assert_allclose(server.params, contract.init(jnp.arange(4)).server.params - gamma * nu * np.median(values, axis=0), rtol=1e-13)  # fmt: skip
     assert exchange.fingerprint(contract) != exchange.fingerprint(quadratics(DENSE))
-    with pytest.raises(AbsentError, match="client 0: .*not finite.*client 3: no answer"):
+    with pytest.raises(AbsentError, match=r"client 0: .*not finite.*client 3: no answer"):
         exchange.close(contract, federation.server, {0: wrong[0]})
 
 
@@ -542,9 +542,7 @@ def test_lengths_are_exact_integers_where_bits_are_no_float32(compressor, size):
     like = jax.ShapeDtypeStruct((LARGE,), np.float32)
     assert lift.payload_bytes(compressor, KEY, like, 0, 1) == size
     assert isinstance(lift.payload_bytes(compressor, KEY, like, 0, 1), int)
-    assert (
-        compressor.name == "identity in bfloat16" or np.float32(8 * size) != 8 * size
-    )  # what the ledger's float32 cannot say
+    assert int(np.float32(32 * LARGE)) != 32 * LARGE  # the ledger, where it is float32
 
 
 @pytest.mark.parametrize("compressor", [perm_k(), m_nice(2, top_k(3)), comp(2, 5), leafwise(m_nice(2, perm_k())), leafwise(top_k(2))])  # fmt: skip
