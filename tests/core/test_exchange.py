@@ -1,5 +1,6 @@
 """A round in two places is the round of the simulation: the same bits in the state, the same bits in the ledger."""
 
+import re
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import agreement, exchange, parallel, runner
+from commjax import agreement, exchange, parallel, robust, runner
 from commjax.algorithms import ef_bv, fedavg
 from commjax.base import Message, State
 from commjax.clients import federated
-from commjax.compressors import comp, m_nice, top_k
+from commjax.compressors import comp, identity, leafwise, lift, m_nice, perm_k, rand_k, rounded, scaled, top_k
 from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
 from commjax.exchange import AbsentError, Contract
 from commjax.problems import quadratic
@@ -147,13 +148,14 @@ def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledg
 DATA = jax.tree.map(jnp.asarray, quadratic.random(3, 4, 30, mu=0.5, L=2.0))
 
 
-TOP, NICE = top_k(3), m_nice(2, top_k(3))
+TOP, NICE, DENSE = top_k(3), m_nice(2, top_k(3)), identity()
+SILENT = m_nice(2, DENSE)
 
 
 @cache
-def quadratics(compressor, batch_fn=runner.full_batch):
+def quadratics(compressor, batch_fn=runner.full_batch, reduce=None):
     """One object for one compressor: what one test compiled serves the next"""
-    algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
+    algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor, reduce=reduce)
     start = jnp.linspace(-1.0, 1.0, 30)
     return Contract(algorithm, ef_bv.HParams(0.3, 0.4, 0.7), lambda ids: algorithm.init(start, ids), 4, KEY, batch_fn)
 
@@ -267,6 +269,123 @@ def test_letters_and_replies_of_others_are_refused():
             exchange.close(contract, federation.server, replies | {0: wrong})
 
 
+def with_number(contract, sealed, number, loss=0.0):
+    """A reply of a dense method with one number replaced, sealed anew"""
+    header, payload = unseal(sealed, kind="up", run=exchange.fingerprint(contract), limit=10**6)
+    return seal(header._replace(loss=loss), payload[:-8] + np.float64(number).tobytes())
+
+
+BAD = [float("nan"), float("inf"), -float("inf"), 1e300, -1.4e154]
+
+
+def test_a_message_that_is_not_finite_or_absurd_is_refused_with_the_client_and_the_round():
+    federation = Federation(quadratics(DENSE), DATA)
+    federation.round()
+    letters = exchange.letters(federation.contract, federation.server, federation.counted)
+    replies = federation.answers(letters)
+    for number in BAD:
+        wrong = replies | {2: with_number(federation.contract, replies[2], number)}
+        message = (
+            rf"round 1: client 2: the message has 1 of 30 numbers .* such as {re.escape(str(number))}; .*1.34e\+154"
+        )
+        with pytest.raises(AbsentError, match=message):
+            exchange.close(federation.contract, federation.server, wrong)
+    for loss in (float("nan"), float("inf")):
+        with pytest.raises(AbsentError, match=f"round 1: client 2: the loss it reports is {loss}; allowed: finite"):
+            exchange.close(
+                federation.contract,
+                federation.server,
+                replies | {2: with_number(federation.contract, replies[2], 0.1, loss)},
+            )
+    large = replies | {2: with_number(federation.contract, replies[2], 1.3e154)}
+    server, report = exchange.close(federation.contract, federation.server, large)
+    assert report.absent == {} and np.isfinite(server.params).all()
+
+
+def test_where_absence_has_a_law_a_message_that_is_not_finite_is_an_absent_one():
+    contract = quadratics(SILENT)
+    federation = Federation(contract, DATA)
+    letters = exchange.letters(contract, federation.server, {})
+    replies = federation.answers(letters)
+    who = next(i for i in range(4) if len(replies[i]) > HEADER_BYTES)
+    damaged = replies | {who: with_number(contract, replies[who], np.nan)}
+    del replies[who]
+    (found, report), (wanted, other) = (
+        exchange.close(contract, federation.server, some) for some in (damaged, replies)
+    )
+    equal_bits(found, wanted)
+    assert set(report.absent) == set(other.absent) == {who} and "not finite" in report.absent[who]
+
+
+def test_a_server_whose_params_do_not_stay_finite_stops_and_keeps_the_last_good_ones():
+    contract = quadratics(DENSE)._replace(hparams=ef_bv.HParams(1e200, 0.4, 0.7))
+    federation = Federation(contract, DATA)
+    letters = exchange.letters(contract, federation.server, {})
+    replies = {i: with_number(contract, reply, 1e154) for i, reply in federation.answers(letters).items()}
+    before = jax.tree.map(np.array, federation.server)
+    with pytest.raises(runner.DivergedError, match=r"params are not finite after round 0 with HParams\(gamma=1e\+200"):
+        exchange.close(contract, federation.server, replies)
+    equal_bits(federation.server, before)
+
+
+def test_a_robust_server_leaves_out_who_is_refused_or_absent():
+    contract = quadratics(DENSE, reduce=robust.median())
+    federation = Federation(contract, DATA)
+    letters = exchange.letters(contract, federation.server, {})
+    replies = federation.answers(letters)
+    values = [np.frombuffer(replies[i][HEADER_BYTES:]) for i in (1, 2)]
+    wrong = {0: with_number(contract, replies[0], np.nan), 1: replies[1], 2: replies[2]}
+    server, report = exchange.close(contract, federation.server, wrong)
+    assert set(report.absent) == {0, 3} and report.absent[3] == "no answer"
+    gamma, lam, nu = contract.hparams
+    np.testing.assert_allclose(server.shift, lam * np.median(values, axis=0), rtol=1e-13)
+    np.testing.assert_allclose(server.params, contract.init(jnp.arange(4)).server.params - gamma * nu * np.median(values, axis=0), rtol=1e-13)  # fmt: skip
+    assert exchange.fingerprint(contract) != exchange.fingerprint(quadratics(DENSE))
+    with pytest.raises(AbsentError, match=r"client 0: .*not finite.*client 3: no answer"):
+        exchange.close(contract, federation.server, {0: wrong[0]})
+
+
+def test_a_download_that_is_not_finite_or_of_an_impossible_round_is_refused_by_the_client():
+    contract = quadratics(DENSE)
+    run, memory = exchange.fingerprint(contract), exchange.first_memory(contract, 0)
+    params = np.linspace(-1.0, 1.0, 30)
+
+    def answered(params, round=0):
+        return exchange.answer(
+            contract, 0, rows(DATA, 0), memory, seal(Header("down", run, round, 0), params.tobytes())
+        )
+
+    for number in BAD:
+        with pytest.raises(
+            RefusedError, match="the download of round 0 to client 0 has 1 of 30 numbers that are not finite"
+        ):
+            answered(np.where(np.arange(30) == 4, number, params))
+    for round in (2**31, 2**32 - 1):
+        with pytest.raises(RefusedError, match=f"client 0 was asked for round {round}; allowed: 0 to 2147483647"):
+            answered(params, round)
+    assert answered(params, 2**31 - 1)[0].pending_round == 2**31 - 1
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_the_core_counts_the_rounds_whatever_a_server_step_does(step):
+    def client_step(round, hparams, server, client, data):
+        return client, round.send(server.params + data + jax.random.uniform(round.key, ())), data
+
+    contract = odd(client_step, advance=step)
+    federation = Federation(contract, jnp.ones(2))
+    state, (after, _) = contract.init(jnp.arange(2)), (None, None)
+    seen = []
+    for number in range(3):
+        assert int(federation.server.round) == int(state.server.round) == number
+        federation.round()
+        state, _ = contract.algorithm.step(jax.random.split(KEY)[0], None, state, jnp.ones(2))
+        np.testing.assert_allclose(federation.server.params, state.server.params, rtol=1e-14)
+        seen.append(float(state.server.params))
+    assert len(set(np.diff([1.0, *seen]))) == 3  # new randomness in every round
+    after, _ = runner.run(KEY, contract.algorithm, None, contract.init(jnp.arange(2)), jnp.ones(2), 3)
+    assert int(after.server.round) == 3 and float(after.server.params) == pytest.approx(seen[-1], rel=1e-14)
+
+
 class Server(NamedTuple):
     round: jax.Array
     params: jax.Array
@@ -276,11 +395,14 @@ class Client(NamedTuple):
     id: jax.Array
 
 
-def odd(client_step, bits_down=64.0):
+def odd(client_step, bits_down=64.0, advance=0):
     def init(ids):
         return State(Server(jnp.zeros((), jnp.int32), jnp.ones(())), Client(ids))
 
-    algorithm = federated(init, client_step, lambda hparams, server, value: server, lambda server: bits_down)
+    def server_step(hparams, server, value):
+        return server._replace(round=server.round + advance, params=value)
+
+    algorithm = federated(lambda params, ids: init(ids), client_step, server_step, lambda server: bits_down)
     return Contract(algorithm, None, init, 2, KEY)
 
 
@@ -401,3 +523,49 @@ def test_a_digest_of_functions_sees_what_they_close_over():
     assert agreement.digest(bare) == agreement.digest(eval("lambda x: x + 1", {}))
     assert agreement.digest(bare) != agreement.digest(eval("lambda x: x * 2 + x", {}))
     assert agreement.digest(top_k(2).compress) != agreement.digest(comp(2, 3).compress)
+
+
+LARGE = 2**24 + 1  # parameters: 32 times as many bits are no float32
+LENGTHS = [
+    (identity(), 4 * LARGE),
+    (top_k(2**22 + 1), 4 * (2**22 + 1) + -(-LARGE // 8)),  # more than a quarter: a bitmap
+    (rand_k(2**23 + 1), 4 * (2**23 + 1)),
+    (scaled(0.5, identity()), 4 * LARGE),
+    (rounded(identity(), jnp.bfloat16), 2 * LARGE),
+    (leafwise(identity()), 4 * LARGE),
+    (m_nice(1, identity()), 4 * LARGE),
+]
+
+
+@pytest.mark.parametrize("compressor, size", LENGTHS, ids=lambda one: getattr(one, "name", None))
+def test_lengths_are_exact_integers_where_bits_are_no_float32(compressor, size):
+    like = jax.ShapeDtypeStruct((LARGE,), np.float32)
+    assert lift.payload_bytes(compressor, KEY, like, 0, 1) == size
+    assert isinstance(lift.payload_bytes(compressor, KEY, like, 0, 1), int)
+    assert int(np.float32(32 * LARGE)) != 32 * LARGE  # the ledger, where it is float32
+
+
+@pytest.mark.parametrize("compressor", [perm_k(), m_nice(2, top_k(3)), comp(2, 5), leafwise(m_nice(2, perm_k())), leafwise(top_k(2))])  # fmt: skip
+def test_the_length_of_a_message_is_that_of_its_bytes(compressor):
+    x = {"a": jnp.arange(8.0, dtype=jnp.float32), "b": jnp.ones((3, 1), jnp.float32)}
+    for number in range(4):
+        key = jax.random.fold_in(KEY, number)
+        for i in range(3):
+            data = compressor.encode(key, x, i, 3)
+            assert compressor.length(key, x, i, 3) == len(data)
+            # What a compressor of one's own, without `length`, falls back to.
+            assert lift.payload_bytes(compressor._replace(length=None), key, x, i, 3) == len(data)
+
+
+def test_an_honest_message_of_more_than_2_24_parameters_is_accepted():
+    with jax.enable_x64(False):
+        algorithm = ef_bv.gd(lambda x, data: (jnp.sum(x * data), jnp.full_like(x, data)))
+        start = jnp.zeros(LARGE, jnp.float32)
+        contract = Contract(algorithm, ef_bv.HParams(0.5, 1.0, 1.0), lambda ids: algorithm.init(start, ids), 1, KEY)
+        server = contract.init(jnp.arange(1)).server
+        payload = np.ones(LARGE, np.float32).tobytes()
+        reply = seal(Header("up", exchange.fingerprint(contract), 0, 0), payload)
+        server, report = exchange.close(contract, server, {0: reply})
+        assert report.bits_up == report.bits_down == 32 * LARGE and np.unique(server.params).tolist() == [-0.5]
+        with pytest.raises(AbsentError, match="client 0: oversized: "):
+            exchange.close(contract, server._replace(round=server.round - 1), {0: reply + b"\0"})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import checkpoint, compressors, federation
+from commjax import checkpoint, compressors, federation, runner
 from commjax.algorithms import ef_bv, fedavg, scafflix, scaffold
 from commjax.checkpoint import CheckpointError
 from commjax.problems import quadratic
@@ -430,3 +430,33 @@ def test_time_and_memory_of_a_round_on_the_host_do_not_depend_on_the_number_of_c
     small, large = peak(20_000), peak(2_000_000)
     assert large[0] < small[0] + 100_000  # one byte a client would be 2 MB
     assert large[1] < 5 * small[1] + 0.1
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
+def test_a_message_that_is_not_finite_stops_the_run_with_its_client_and_the_last_good_round(number):
+    wanted, _ = run_of(nice_ef_bv(50)[2], 2)
+    asked = count()
+
+    def spoiled(ids):
+        rows = ids[:, None] * np.ones(4)
+        if next(asked) == 2:
+            rows[3] = number
+        return rows
+
+    with pytest.raises(federation.StoppedError, match=r"round 2: DivergedError: round 2: the messages .* of clients \[\d+\] are not") as stopped:  # fmt: skip
+        run_of(nice_ef_bv(50)[2], 5, spoiled)
+    found = stopped.value.federation
+    assert isinstance(stopped.value.__cause__, runner.DivergedError) and int(found.server.round) == 2
+    assert str(federation.members(KEY, 2, 50, 5)[3]) in str(stopped.value)
+    np.testing.assert_array_equal(found.server.params, wanted.server.params)
+    np.testing.assert_array_equal(found.rows.shift, wanted.rows.shift)
+
+
+def test_a_server_step_that_forgets_the_round_does_not_stop_the_count():
+    algorithm = fedavg.fedavg(VALUE_AND_GRAD, steps=1, cohort=2)
+    exchange = algorithm.exchange._replace(
+        server_step=lambda hparams, server, value: server._replace(round=server.round + 2)
+    )
+    many = federation.start(algorithm, start(jnp.float64), N)
+    many, _ = federation.run(KEY, algorithm._replace(exchange=exchange), fedavg.HParams(0.1), many, fetch, 3)
+    assert int(many.server.round) == 3

@@ -153,3 +153,9 @@ def test_a_sharded_state_has_the_server_everywhere_and_each_client_once():
     assert sorted(piece.data.shape[0] for piece in pieces) == [2, 2, 2, 2]
     assert sorted(int(i) for piece in state.clients.id.addressable_shards for i in piece.data) == list(range(8))
     jax.tree.map(np.testing.assert_array_equal, state, CASE.init())
+
+
+def test_a_run_on_a_mesh_that_does_not_stay_finite_is_an_error_with_its_round():
+    spoiled = CASE.data._replace(c=CASE.data.c.at[3, 2].set(jnp.nan))
+    with pytest.raises(runner.DivergedError, match=r"the loss is not finite in round 0 with HParams\("):
+        parallel.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), spoiled, 2, parallel.client_mesh(2))

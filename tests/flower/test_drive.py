@@ -13,7 +13,7 @@ import pytest
 from commjax import flower, runner
 from commjax.algorithms import ef_bv
 from commjax.compressors import m_nice, top_k
-from commjax.compressors.envelope import seal
+from commjax.compressors.envelope import HEADER_BYTES, seal, unseal
 from commjax.exchange import AbsentError, Contract
 from commjax.problems import quadratic
 
@@ -165,6 +165,25 @@ def test_a_damaged_or_strange_reply_is_refused_and_the_reason_is_told():
 
     with pytest.raises(AbsentError, match="round 0: client 0: malformed: 0 bytes, a header alone has 44"):
         run(top_k(3), change=strange)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
+def test_a_client_whose_message_is_not_finite_is_refused_with_its_name_and_the_round(number):
+    def poisoned(round):
+        def change(node, reply):
+            sealed = (reply.content or {}).get("commjax", {}).get("message", b"")
+            if node == 12 and len(sealed) > HEADER_BYTES and int.from_bytes(sealed[16:20], "little") >= round:
+                header, payload = unseal(sealed, kind="up", run=int.from_bytes(sealed[8:16], "little"), limit=10**4)
+                reply.content["commjax"]["message"] = seal(header, np.float64(number).tobytes() + payload[8:])
+            return reply
+
+        return change
+
+    with pytest.raises(AbsentError, match=r"round 1: client 3: the message has 1 of 12 numbers that are not finite"):
+        run(top_k(3), change=poisoned(1))
+    _, seen = run(m_nice(2, top_k(3)), change=poisoned(0))
+    assert all(np.isfinite(server.params).all() for _, server, _ in seen) and len(seen) == 3
+    assert {i for _, _, report in seen for i in report.absent} <= {3}
 
 
 def test_a_client_refuses_with_a_reason_that_the_server_sees(monkeypatch):
