@@ -261,7 +261,8 @@ def loop(
                 print(f"round {done} of {num_rounds}, loss {found['loss'][-1]:.6g}", file=sys.stderr, flush=True)
             if checkpoint is not None:
                 number = int(np.max(multihost_utils.process_allgather(np.int32(signals.signum or 0))))
-                text = f"{checkpoint} is saved in round {done}; the same call continues there" if first else ""
-                signals.act(text, number or None)
+                if number:  # not one that came after the others were asked: it waits for the next chunk
+                    text = f"{checkpoint} is saved in round {done}; the same call continues there" if first else ""
+                    signals.act(text, number)
     settings = {"num_rounds": num_rounds, "hparams": hparams, "processes": jax.process_count(), **(config or {})}
     return state, Record(settings, environment(), history)

@@ -369,6 +369,25 @@ def test_a_coordinator_that_is_killed_stops_the_other_too(tmp_path, file):
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_path, file):
+    address = f"127.0.0.1:{launch.free_port()}"
+    long = settings(tmp_path, dataset=str(file), coordinator=address, num_processes=2, rounds=100_000)
+    processes = [spawn(launch.replace(long, process_id=i)) for i in range(2)]
+    try:
+        assert processes[0].stderr is not None
+        assert any(line.startswith("round 4 of") for line in iter(processes[0].stderr.readline, ""))
+        processes[1].send_signal(signal.SIGTERM)
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [143, 143], errors
+    assert len(re.findall(r"^commjax: SIGTERM: .*run.ckpt is saved in round \d+; ", errors[0], re.M)) == 1
+    assert "is saved" not in errors[1] and sorted(path.name for path in tmp_path.iterdir()) == ["run.ckpt"]
+
+
+@pytest.mark.slow
 def test_the_launcher_reports_processes_that_failed(tmp_path, file):
     finish(spawn(settings(tmp_path, dataset=str(file), rounds=2)))
     bad = spawn(settings(tmp_path, dataset=str(file), local=2, clients=7))  # the checkpoint is of 9 clients
