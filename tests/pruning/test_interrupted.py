@@ -292,6 +292,8 @@ def signalling(patch, place, name, at, *numbers):
         calls.append(name)
         for number in numbers if len(calls) == at else ():
             signal.raise_signal(number)
+            # Before Python 3.12 another thread can put the handler off until this one takes the lock of the interpreter again.
+            time.sleep(0.05)
         return real(*arguments, **more)
 
     patch.setattr(place, name, called)
