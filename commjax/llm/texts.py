@@ -92,6 +92,10 @@ def losses(
         windows = tokens.evaluation_windows(encode("\n\n".join(found)), length)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if windows.size > MOST_TOKENS:
+        raise ValueError(
+            f"{path} has {windows.size} tokens; allowed: {MOST_TOKENS} at most, whose activations are in memory"
+        )
     _check_vocabulary(folder, windows)
     numbers = range(checkpoint.model.config.num_hidden_layers)
     blocks = (checkpoints.read_block(checkpoint, i) for i in numbers)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def prune_folder(
     _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
     with _locked(partial):
         manifest = _resume(partial, checkpoint, identity, progress)
-        _run(partial, checkpoint, windows, recipe, batch_size, progress, stop, manifest)
+        _run(_Job(partial, checkpoint, windows, recipe, batch_size, progress, stop), manifest)
         _end(partial, checkpoint)
         export.publish(partial, out)
     return layers_of(manifest)
@@ -98,7 +98,11 @@ def prune_folder(
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
     """What `prune_folder` wrote beside the weights: recipe, calibration, source, every layer, and the sha256 of every file."""
-    return bounded.read_json(Path(folder) / MANIFEST)
+    path = Path(folder) / MANIFEST
+    manifest = bounded.read_json(path)
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} holds a {type(manifest).__name__}; allowed: an object")
+    return manifest
 
 
 def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
@@ -117,7 +121,7 @@ def _begin(
         manifest = identity | {"sparsities": sparsities(), "blocks": [], "files": {}}
         with export.writing(partial) as folder:
             export.copy_beside(checkpoint.folder, folder)
-            export.write_json(folder / MANIFEST, manifest)
+            export.write_json(folder / MANIFEST, _sealed(manifest))
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
     """The manifest, without the blocks whose shards are not as they were written."""
     try:
         manifest = read_manifest(partial)
-        _check_manifest(manifest, checkpoint.model.config.num_hidden_layers)
+        _check_manifest(manifest)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{partial} exists and is no unfinished run ({error}); allowed: no such folder, or one of this run"
@@ -154,25 +158,16 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
     return manifest
 
 
-def _check_manifest(manifest: Any, count: int) -> None:
-    """ValueError unless the run can be continued from what the manifest says."""
-    if not isinstance(manifest, dict):
-        raise ValueError(f"{MANIFEST} holds a {type(manifest).__name__}; allowed: an object")
-    if manifest.get("format") != _FORMAT:
-        return  # the comparison with this run's identity says so
-    sparsities, blocks, files = (manifest.get(name) for name in ("sparsities", "blocks", "files"))
-    if not isinstance(files, dict) or not all(isinstance(one, str) for one in files.values()):
-        raise ValueError(f"files={files!r}; allowed: an object, file -> sha256")
-    numbers = sparsities if isinstance(sparsities, list) else []
-    if len(numbers) != count or not all(isinstance(one, float) and 0 <= one < 1 for one in numbers):
-        raise ValueError(f"sparsities={sparsities!r}; allowed: {count} numbers in [0, 1)")
-    try:
-        layers = layers_of({"blocks": blocks})
-    except TypeError as error:
-        raise ValueError(f"blocks={blocks!r}; allowed: lists of layers") from error
-    given = blocks if isinstance(blocks, list) else []
-    if len(given) > count or not all(isinstance(one.error, float) for one in layers):
-        raise ValueError(f"blocks={blocks!r}; allowed: the layers of {count} blocks at most, with their errors")
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """ValueError unless the manifest is as it was written; one of another format is left to the comparison with this run."""
+    if manifest.get("format") == _FORMAT and manifest.get("sha256") != _sealed(manifest)["sha256"]:
+        raise ValueError(f"{MANIFEST} is not as it was written: its sha256 is another")
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the sha256 of all else that it says."""
+    said = json.dumps({name: value for name, value in manifest.items() if name != "sha256"}, sort_keys=True)
+    return manifest | {"sha256": hashlib.sha256(said.encode()).hexdigest()}
 
 
 def _differing(there: Any, here: Any) -> tuple[Any, Any]:
@@ -215,47 +210,51 @@ def _sparsities(checkpoint: Checkpoint, windows: Windows, recipe: Recipe, batch_
     return in_memory.sparsity_of_blocks(model, outer, blocks, windows, recipe, batch_size).tolist()
 
 
-def _run(
-    partial: Path,
-    checkpoint: Checkpoint,
-    windows: Windows,
-    recipe: Recipe,
-    batch_size: int,
-    progress: bool,
-    stop: Callable[[], bool],
-    manifest: dict[str, Any],
-) -> None:
-    model = checkpoint.model
+class _Job(NamedTuple):
+    """What a run was called with."""
+
+    partial: Path
+    checkpoint: Checkpoint
+    windows: Windows
+    recipe: Recipe
+    batch_size: int
+    progress: bool
+    stop: Callable[[], bool]
+
+
+def _run(job: _Job, manifest: dict[str, Any]) -> None:
+    """Write the shards that the manifest does not have."""
+    partial, checkpoint, model = job.partial, job.checkpoint, job.checkpoint.model
     count, finished = model.config.num_hidden_layers, len(manifest["blocks"])
     outer = checkpoints.read_outer(checkpoint)
     if _shard(checkpoint, 0) not in manifest["files"]:
         _write(partial, checkpoint, manifest, 0, names.outer_tensors(model, outer))
     if finished == count:
         return
-    hidden = in_memory.embed(model, outer, windows, batch_size)
+    hidden = in_memory.embed(model, outer, job.windows, job.batch_size)
     del outer
     for number in range(finished):
         in_memory.advance(model, _read_shard(checkpoint, partial, number), hidden)
     layers = len(model.linear)
     # A block is written while the next one is computed.
-    with progress_bar("pruning", count * layers, finished * layers, progress) as bar, ThreadPoolExecutor(1) as disk:
+    with progress_bar("pruning", count * layers, finished * layers, job.progress) as bar, ThreadPoolExecutor(1) as disk:
         pruned = in_memory.pruned_blocks(
             model,
             _blocks(checkpoint, finished),
             hidden,
-            recipe,
+            job.recipe,
             np.asarray(manifest["sparsities"]),
             finished,
             lambda done, layer: bar(done, {"block": float(layer.block), "error": layer.error}),
         )
         written: Future | None = None
-        if stop():
+        if job.stop():
             raise _stopped(partial, finished, count)
         for number, (block, found) in enumerate(pruned, finished):
             if written is not None:
                 written.result()  # at most one block waits for the disk
             written = disk.submit(_finish, partial, checkpoint, manifest, number, block, found)
-            if number + 1 < count and stop():
+            if number + 1 < count and job.stop():
                 written.result()
                 raise _stopped(partial, number + 1, count)
         if written is not None:
@@ -286,7 +285,7 @@ def _write(
     """A shard, then the manifest with its sha256."""
     file = _shard(checkpoint, number)
     manifest["files"] = dict(sorted({**manifest["files"], file: export.write_tensors(partial / file, tensors)}.items()))
-    export.write_json(partial / MANIFEST, manifest)
+    export.write_json(partial / MANIFEST, _sealed(manifest))
 
 
 def _end(partial: Path, checkpoint: Checkpoint) -> None:

@@ -1,12 +1,17 @@
 """What is written is read back bit for bit, and appears all at once or not at all."""
 
+import hashlib
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+<<<<<<< HEAD
 from safetensors.numpy import load_file
+=======
+from safetensors.numpy import load_file, save_file
+>>>>>>> cli
 
 from commjax import llm
 from commjax.llm import checkpoints, config, export, names
@@ -61,6 +66,18 @@ def test_transposed_views_are_written_as_what_they_show(tmp_path):
     export.write_tensors(tmp_path / "x.safetensors", {"matrix": matrix.T})
     np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["matrix"], matrix.T)
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_file_is_what_safetensors_writes(tmp_path):
+    """Byte for byte, whatever the dtypes and names; and the sha256 is that of the file."""
+    random, tensors = np.random.default_rng(0), {}
+    for i, (dtype, _) in enumerate(export._DTYPES * 2):
+        tensors[f"{(7 * i) % 26:02d} {chr(228)}"] = (random.random((3, 2 + i)) * 2).astype(jnp.dtype(dtype))
+    tensors |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.full((), 3.0)}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    sha256 = export.write_tensors(tmp_path / "ours", tensors)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert sha256 == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
 
 
 def test_an_existing_folder_is_refused_and_untouched(tmp_path):

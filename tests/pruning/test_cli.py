@@ -120,7 +120,7 @@ def test_python_m_commjax(here):
 
 
 def test_perplexity(here, capsys):
-    cli.main(["perplexity", "--model", "model", "--text", "text.txt", "--window", "20"])
+    cli.main(["perplexity", "--model", "model", "--text", "text.txt", "--window", "20", "--batch-size", "1000000000"])
     model, params = llm.load("model")
     windows = tokens.evaluation_windows(tokens.load("model").encode(TEXT), 20)
     found = perplexity.losses(model, params.outer, params.blocks, windows)

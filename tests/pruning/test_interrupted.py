@@ -247,26 +247,24 @@ def test_the_manifest_has_the_sha256_of_every_shard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    "change",
     [
-        ("blocks", [[], [], [], []]),
-        ("blocks", 3),
-        ("blocks", [[{"block": 0}]]),
-        ("blocks", [[{"block": 0, "name": "x", "sparsity": 0.5, "error": "none"}]]),
-        ("sparsities", [0.5]),
-        ("sparsities", [0.5, 0.5, 1.0]),
-        ("sparsities", [0.5, 0.5, "0.5"]),
-        ("files", []),
-        ("files", {"model-00001-of-00004.safetensors": 3}),
+        lambda manifest: manifest | {"sparsities": [0.5, 0.5, 0.4]},
+        lambda manifest: manifest | {"blocks": [[], [], [], []]},
+        lambda manifest: manifest | {"files": {}},
+        lambda manifest: {name: value for name, value in manifest.items() if name != "sha256"},
+        lambda manifest: [manifest],
     ],
 )
-def test_a_manifest_that_was_altered_is_refused(name, value, tmp_path, monkeypatch):
+def test_a_manifest_that_was_altered_is_refused(change, tmp_path, monkeypatch):
     source = models.folder(tmp_path / "source")
     partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
-    manifest = stream.read_manifest(partial) | {name: value}
-    (partial / stream.MANIFEST).write_text(json.dumps(manifest))
+    (partial / stream.MANIFEST).write_text(json.dumps(change(stream.read_manifest(partial))))
     before = models.files(partial)
-    with pytest.raises(ValueError, match=rf"out\.partial exists and is no unfinished run \({name}=.*; allowed: "):
+    with pytest.raises(
+        ValueError,
+        match=r"out\.partial exists and is no unfinished run \(.*manifest\.json (is not as it was|holds a list)",
+    ):
         stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     assert models.files(partial) == before
 
@@ -294,6 +292,8 @@ def signalling(patch, place, name, at, *numbers):
         calls.append(name)
         for number in numbers if len(calls) == at else ():
             signal.raise_signal(number)
+            # Before Python 3.12 another thread can put the handler off until this one takes the lock of the interpreter again.
+            time.sleep(0.05)
         return real(*arguments, **more)
 
     patch.setattr(place, name, called)
