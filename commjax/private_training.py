@@ -96,15 +96,25 @@ def _linear(params: Float[Array, "d"], data: dict[str, Array]) -> Array:
     return jnp.sum(data["weights"] * (data["rows"] @ params))
 
 
+def log_ratio(x: Float[Array, "..."], sign: int, hparams: Any) -> Float[Array, "..."]:
+    """Log likelihood ratio of (1 - q) N(0, z^2) + q N(sign, z^2) and N(0, z^2) at x.
+
+    Args:
+        x: what a round made public, in units of the clipping norm.
+        sign: +1 or -1, the canary.
+        hparams: `ldp_fedp3.HParams` with noise z and rate q.
+
+    Returns:
+        The ratio, in the shape of x.
+    """
+    z, q = jnp.asarray(hparams.noise), jnp.asarray(hparams.rate)
+    return jnp.logaddexp(jnp.log1p(-q), jnp.log(q) + (2 * sign * x - 1) / (2 * z**2))
+
+
 @partial(jax.jit, static_argnames=("build", "rounds", "rows", "n", "replaced"))
 def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int, n: int, replaced: bool) -> Array:
     """Scores of one run per key; the canary is `worlds` times FAR C, and not there where that is 0"""
     algorithm = build(_linear, rows=rows)
-    z, q = jnp.asarray(hparams.noise), jnp.asarray(hparams.rate)
-
-    def log_ratio(x: Array, sign: int) -> Array:
-        """of the mixture with the canary `sign` and N(0, z^2)"""
-        return jnp.logaddexp(jnp.log1p(-q), jnp.log(q) + (2 * sign * x - 1) / (2 * z**2))
 
     def game(inputs: tuple[Key, Array]) -> Array:
         key, canary = inputs
@@ -119,8 +129,8 @@ def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int,
             return after, jnp.sum(jnp.where(sends, state.server.params - after.server.params, 0))
 
         _, moves = jax.lax.scan(one, algorithm.init(jnp.zeros(n), jnp.arange(n)), None, length=rounds)
-        x = moves * q * rows / (hparams.gamma * hparams.clip)  # z N(0, 1), and the canary where its row came
-        return jnp.sum(log_ratio(x, 1) - (log_ratio(x, -1) if replaced else 0))
+        x = moves * hparams.rate * rows / (hparams.gamma * hparams.clip)  # z N(0, 1), and the canary where its row came
+        return jnp.sum(log_ratio(x, 1, hparams) - (log_ratio(x, -1, hparams) if replaced else 0))
 
     return jax.lax.map(game, (keys, worlds), batch_size=1000)
 

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import accounting, clients, private_training, runner
+from commjax import accounting, clients, one_run_audit, private_training, runner
 from commjax.accounting import Certificate
 from commjax.algorithms import ldp_fedp3
 from commjax.base import Algorithm
@@ -53,6 +53,7 @@ class Settings:
     seeds: int = 3  # error bars
     every: int = 10  # rounds between two evaluations
     trials: int = 4000  # runs of the attack, with the canary and without
+    canaries: int = 2000  # of the attack with one run
     out: Path = Path("results/fedp3")  # records, figures, checkpoints
     progress: bool = True  # show a bar
 
@@ -257,7 +258,7 @@ def _table(settings: Settings, rows: int, table: list[dict]) -> str:
 
 
 def audit(settings: Settings) -> list[dict]:
-    """The attack of `private_training.audit` on the calibrated mechanism, for both relations."""
+    """Both attacks on the calibrated mechanism, for both relations: many runs with one canary, one run with many canaries."""
     table = []
     for relation in ("add-remove", "replace-one"):
         for number, epsilon in enumerate(settings.epsilons):
@@ -265,14 +266,21 @@ def audit(settings: Settings) -> list[dict]:
                 epsilon, settings.delta, settings.rate, settings.rounds, accountant=settings.accountant, relation=relation
             )  # fmt: skip
             bound = attack(one, settings.trials, number)
+            single = one_run_audit.audit(jax.random.key(number), one, settings.canaries)
             table.append(
-                {"relation": relation, "target": epsilon, "certified": one.epsilon, "noise": one.noise, "audit": bound}
-            )
+                {
+                    "relation": relation, "target": epsilon, "certified": one.epsilon, "noise": one.noise, "audit": bound,
+                    "one_run": single.epsilon, "guesses": single.guesses, "correct": single.correct,
+                }
+            )  # fmt: skip
     lines = [
-        f"{'relation':12} {'epsilon':>8} {'certified':>9} {'z':>7} {'attack':>7}   {settings.trials} runs in each world, 95 %"
+        f"95 % confidence; many runs: {settings.trials} in each world; one run: {settings.canaries} canaries",
+        f"{'relation':12} {'epsilon':>8} {'certified':>9} {'z':>7} {'many runs':>9} {'one run':>8}  right guesses",
     ]
     lines += [
-        f"{r['relation']:12} {r['target']:8g} {r['certified']:9.3f} {r['noise']:7.2f} {r['audit']:7.3f}" for r in table
+        f"{r['relation']:12} {r['target']:8g} {r['certified']:9.3f} {r['noise']:7.2f} {r['audit']:9.3f} {r['one_run']:8.2f}"
+        f"  {r['correct']} of {r['guesses']}"
+        for r in table
     ]
     tables.save(settings.out / "audit", table, "\n".join(lines))
     return table

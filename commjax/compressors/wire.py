@@ -155,7 +155,7 @@ def decode_indices(data: bytes, d: int, k: int) -> np.ndarray:
         ones = np.flatnonzero(bits[k * l :])
         if len(ones) != k:
             raise ValueError(f"an index field of {k} positions has {len(ones)}")
-        low = unpack_integers(bits[: k * l], l).astype(np.int64) if l else np.zeros(k, np.int64)
+        low = unpack_integers(bits[: k * l], l).astype(np.int64)  # l > 0, else a bitmap would be shorter
         indices = ((ones - np.arange(k)) << l) | low
     if len(indices) != k or np.any(indices >= d) or np.any(np.diff(indices) <= 0):
         raise ValueError(f"an index field must hold {k} increasing positions below {d}, got {indices[:8].tolist()}...")
