@@ -277,7 +277,6 @@ HPARAMS, WIDE = ef_bv.HParams(0.01, 0.1, 0.5), lambda ids: ids[:, None] * np.one
 OTHER = {  # of equal structure
     "key": ((jax.random.key(5), NICE, HPARAMS), WIDE),
     "hparams": ((KEY, NICE, HPARAMS._replace(gamma=0.02)), WIDE),
-    "hparams type": ((KEY, NICE, tuple(HPARAMS)), WIDE),
     "program": (
         (
             KEY,

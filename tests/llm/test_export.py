@@ -7,11 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-<<<<<<< HEAD
-from safetensors.numpy import load_file
-=======
 from safetensors.numpy import load_file, save_file
->>>>>>> cli
 
 from commjax import llm
 from commjax.llm import checkpoints, config, export, names
