@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commjax import layers, plans
+from commjax.algorithms import fedp3_wire, submodels
 from commjax.compressors import envelope, top_k, wire
 from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
 from tests.compressors.zoo import ZOO, cloud
@@ -125,6 +127,40 @@ def test_a_thousand_damaged_messages_leave_no_memory_behind(name):
     second, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert second - first < 64 * 1024 and peak < 2 * 1024 * 1024
+
+
+def layers_of_fedp3():
+    """What client 1 is sent, pruned by magnitude so that positions travel too, and what client 0 sends; with their readers"""
+    rng = np.random.default_rng(2)
+    params = {"a": {"kernel": jnp.asarray(rng.standard_normal((6, 5)))}, "head": {"kernel": jnp.asarray(rng.standard_normal((5, 2)))}}  # fmt: skip
+    plan, pruning = (
+        plans.plan(layers.named(params, final="head"), [["a", "head"], ["head"]], 0.5),
+        submodels.magnitude(),
+    )
+    made = submodels.server_masks(plan, pruning, KEY, params)
+    sent, masks = fedp3_wire.sent(plan, plan.trained[1], KEY, 1, params, made)
+    down = fedp3_wire.write_down(plan, pruning, 1, sent, masks)
+    up = fedp3_wire.write_up(plan, 0, params)
+    return {
+        "down": (down, lambda data: fedp3_wire.read_down(plan, pruning, 1, data, params), params),
+        "up": (up, lambda data: fedp3_wire.read_up(plan, 0, data, params), params),
+    }
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_damaged_layers_of_fedp3_are_refused_or_are_layers(way, types_unchecked):
+    data, read, params = layers_of_fedp3()[way]
+    refused = 0
+    for damaged in mutations(data, 5, 1000):
+        try:
+            found = read(damaged)
+        except ValueError as error:
+            assert str(error)
+            refused += 1
+        else:
+            assert len(damaged) == len(data)
+            assert [leaf.shape for leaf in jax.tree.leaves(found)] == [leaf.shape for leaf in jax.tree.leaves(params)]
+    assert 500 <= refused < 1000
 
 
 HEADER = Header("up", run=0xFEED, round=5, client=2, counted=4, loss=0.25)

@@ -421,6 +421,16 @@ def test_a_method_that_does_not_keep_to_the_one_way_up_is_refused():
             Federation(odd(step), jnp.ones(2)).round()
 
 
+def test_a_contract_with_hparams_or_a_key_that_the_method_does_not_take_is_refused():
+    contract = quadratics(TOP)
+    with pytest.raises(TypeError, match=r"hparams must be ef_bv.HParams\(gamma, lam, nu\), got fedavg.HParams"):
+        exchange.halves(contract._replace(hparams=fedavg.HParams(0.1)))
+    with pytest.raises(ValueError, match=r"lam=-0.4; allowed: at least 0"):
+        exchange.fingerprint(contract._replace(hparams=contract.hparams._replace(lam=-0.4)))
+    with pytest.raises(TypeError, match=r"key must be one key, jax.random.key\(seed\), got int 3"):
+        exchange.halves(contract._replace(key=3))
+
+
 def test_a_method_whose_letters_have_another_price_than_its_ledger_says_is_refused():
     with pytest.raises(ValueError, match=r"down=\('params',\) has 64 bits, but the algorithm's ledger says 12"):
         exchange.halves(odd(lambda *_: None, 12.0))
