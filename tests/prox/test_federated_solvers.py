@@ -15,7 +15,7 @@ from commjax.prox import adaptive, cohort, federated, solvers
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 
 # Many programs, each run a few times: half of the compiler's work is not worth its time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = jax.jit
 
 M, D, GAMMA = 3, 4, 5.0
 WEIGHTS = np.array([0.5, 0.2, 0.3])

@@ -16,7 +16,7 @@ from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 from commjax.theory import sppm as theory
 
 # Many programs, each run a few times: half of the compiler's work is not worth its time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = jax.jit
 
 MU, L, M, D = 0.1, 2.0, 3, 4
 WEIGHTS = np.array([0.5, 0.2, 0.3])

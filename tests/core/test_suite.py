@@ -1,0 +1,48 @@
+"""A test that crashes or hangs ends the run of pytest with its name, and does not leave it waiting."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BODY = {"crash": "os.kill(os.getpid(), signal.SIGILL)", "hang": "time.sleep(600)"}
+
+
+@pytest.mark.parametrize("what", BODY)
+def test_a_lost_worker_ends_the_run_with_the_name_of_the_test(tmp_path, what):
+    lines = ["import os, signal, time", f"def test_bad(): {BODY[what]}", "def test_after(): pass"]
+    (tmp_path / "test_it.py").write_text("\n".join(lines))
+    (tmp_path / "test_other.py").write_text("def test_other(): pass")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    options = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-o", "timeout=4", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, tmp_path],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 1, found.stdout
+    assert "crashed while running 'test_it.py::test_bad'" in found.stdout
+
+
+def test_torch_does_not_use_amx():
+    """Its bfloat16 products end with an illegal instruction on machines that advertise AMX; benchmarks set the same."""
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_VNNI"
+    show = "import experiments.bench, os; print(os.environ['ONEDNN_MAX_CPU_ISA'])"
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    found = subprocess.run([sys.executable, "-c", show], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.strip() == "AVX512_CORE_VNNI"
+
+
+def test_no_test_changes_the_compiler():
+    """The programs that tests compile are those that users run."""
+    words = [
+        "disable_most_" + "optimizations",
+        "use_fusion_" + "emitters",
+        "backend_optimization_" + "level",
+        "compiler_" + "options",
+    ]
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "experiments").rglob("*.py"), *(ROOT / "colab").glob("*")]:
+        assert not any(word in path.read_text() for word in words), path
+    assert not any(word in os.environ.get("XLA_FLAGS", "") for word in words)
