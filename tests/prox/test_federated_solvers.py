@@ -14,7 +14,6 @@ from commjax.problems import quadratic
 from commjax.prox import adaptive, cohort, federated, solvers
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 
-# Many programs, each run a few times: half of the compiler's work is not worth its time.
 jit = jax.jit
 
 M, D, GAMMA = 3, 4, 5.0

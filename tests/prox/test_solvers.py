@@ -15,7 +15,6 @@ from commjax.prox import cohort, quasi_newton, solvers
 from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 from commjax.theory import sppm as theory
 
-# Many programs, each run a few times: half of the compiler's work is not worth its time.
 jit = jax.jit
 
 MU, L, M, D = 0.1, 2.0, 3, 4
