@@ -7,7 +7,7 @@
 Each process parses and keeps the rows of its own clients only, and computes their L_i: it counts the lines of a LibSVM file once, for
 all to agree on who has which, and passes over those of others.  (The embedded set of 569 rows comes whole from its package.)
 With --checkpoint the same command goes on where the job stopped, on as many hosts and devices as there are then.  Process 0 prints the table and writes the record.
-Expected (breast_cancer, 100 clients, 2000 rounds): the loss of one process, to the last digit but rounding.
+Expected (breast_cancer, 100 clients, 2000 rounds): the loss of one process up to rounding (BUILD.md says what is promised).
 """
 
 import socket
