@@ -266,7 +266,7 @@ def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
                     wanted = {"state": "U8", "history": "F64"}.get(name.partition("/")[0])
                     dtype = file.get_slice(name).get_dtype()
                     if wanted != dtype:
-                        raise unreadable(f"tensor {name[:200]!r} is {dtype}, expected {wanted or 'no such tensor'}")
+                        raise unreadable(f"tensor {_short(name)!r} is {dtype}, expected {wanted or 'no such tensor'}")
                 arrays = {name: file.get_tensor(name) for name in names}
             else:
                 arrays = {}
@@ -331,7 +331,7 @@ def load_all(
     if found != wanted:
         leaf = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
         there, here = (_short(texts.get(leaf, "absent")) for texts in (found, wanted))
-        raise CheckpointError(f"{path} is of another structure: {leaf[:200]} is {there} there, {here} here")
+        raise CheckpointError(f"{path} is of another structure: {_short(leaf)} is {there} there, {here} here")
     check_identity(path, stored, identity or {})
     leaves = []
     for name, leaf in _leaves(like).items():
@@ -348,7 +348,7 @@ def load_all(
     unknown = next((name for name in arrays if not name.startswith("history/")), None)
     if unknown is not None:
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: tensor {unknown[:200]!r} has no place in its structure"
+            f"{path} is not a readable checkpoint: tensor {_short(unknown)!r} has no place in its structure"
         )
     history = {name.removeprefix("history/"): values for name, values in arrays.items()}
     return jax.tree.unflatten(jax.tree.structure(like), leaves), history, stored

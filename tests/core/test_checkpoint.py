@@ -86,6 +86,14 @@ def test_the_identity_is_checked_only_if_it_is_given(tmp_path):
             checkpoint.load(path, state(), {**IDENTITY, name: value})
 
 
+def test_long_texts_are_shortened_in_messages(tmp_path):
+    path = tmp_path / "run"
+    for length, end in ((200, "x there"), (201, r"x\.\.\. there")):
+        checkpoint.save(path, LIKE, {}, {"key": "x" * length})
+        with pytest.raises(CheckpointError, match=f"key is x{{199}}{end}, 00 here"):
+            checkpoint.load(path, LIKE, {"key": "00"})
+
+
 def changed(part):
     one = state()
     if part == "shape":
@@ -242,8 +250,11 @@ def test_a_symbolic_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     assert (tmp_path / "a").is_symlink()
 
 
-def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_path):
-    ours = [".run.0123abcd", ".run.ffffffff"]
+def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_path, monkeypatch):
+    names, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: names.append(source.name) or replace(source, target))
+    checkpoint.write_atomically(tmp_path / "run", b"old")
+    ours = [".run.0123abcd", ".run.ffffffff", *names]  # the last one is what a kill before `replace` leaves
     others = [
         ".run.0123abc",
         ".run.0123abcde",
@@ -398,7 +409,8 @@ def test_a_digest_changes_with_names_shapes_dtypes_and_texts():
         {"x": "b"},
     ]
     trees += [{"x": jax.random.key(seed)} for seed in (0, 1)]
-    assert len({checkpoint.digest(tree) for tree in trees}) == len(trees)
+    digests = {checkpoint.digest(tree) for tree in trees}
+    assert len(digests) == len(trees) and {len(digest) for digest in digests} == {16}  # files of earlier runs hold them
 
 
 def test_a_large_array_is_read_once_and_forgotten_with_it(monkeypatch):
