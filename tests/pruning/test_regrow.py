@@ -427,7 +427,7 @@ BAD = {
         lambda: regrow.r2_dsnot(W0, MASK0, STATS0, pattern=(2, 3)),
         "m=3; allowed: a divisor of the 8 inputs",
     ),
-    "cycles": (lambda: regrow.dsnot(W0, MASK0, STATS0, cycles=0), "cycles=0; allowed: at least 1"),
+    "cycles": (lambda: regrow.dsnot(W0, MASK0, STATS0, cycles=0), "cycles=0; allowed: 1 to 1073741824"),
     "threshold": (lambda: regrow.dsnot(W0, MASK0, STATS0, threshold=-1.0), r"threshold=-1\.0; allowed"),
     "power": (lambda: regrow.dsnot(W0, MASK0, STATS0, power=math.inf), "power=inf; allowed"),
     "alpha": (lambda: regrow.r2_dsnot(W0, MASK0, STATS0, alpha=-1.0), r"alpha=-1\.0; allowed"),
