@@ -1,164 +1,258 @@
-"""Which sampling, gamma, solver and K: the chapter's practical table as a function."""
+"""Which sampling, gamma, K and solver of SPPM-AS: recommended from the loss and the data."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
-from commjax import cohorts
+from commjax import cohorts, runner
+from commjax.algorithms import sppm_as
+from commjax.base import Key, Params
 from commjax.prox import adaptive, quasi_newton
-from commjax.prox.solvers import Solver
-from commjax.theory import sppm as theory
+from commjax.prox.cohort import Hubs
+from commjax.prox.solvers import Oracle, Solver
 
-
-class Facts(NamedTuple):
-    """What the recommendation needs to know.  At a rough optimum the gradients are rough, and so is the recommendation."""
-
-    mu_i: Float[np.ndarray, "n"]  # strong convexity of each client
-    L_i: Float[np.ndarray, "n"]  # smoothness of each client
-    gradients: Float[np.ndarray, "n d"]  # of each client at (about) the optimum
-    distance2: float  # |x^0 - x*|^2, or a bound on it
-    clusters: Sequence[np.ndarray]  # of similar clients
+_MOST_DIMENSIONS = 1000  # the pilot keeps n d^2 numbers
 
 
 class Advice(NamedTuple):
-    """A solver of the prox for `sppm_as`, and how many evaluations K iterations of it typically take (not a bound)."""
+    """A solver of the prox for `sppm_as`."""
 
     name: str
     make: Callable[[Any], Solver]
-    evaluations: Callable[[int], int]
-
-
-class Recommendation(NamedTuple):
-    sampling: cohorts.Sampling
-    gamma: float
-    solver: Callable[[Any], Solver]  # for `sppm_as`
-    K: int  # local rounds a global one
-    T: int  # global rounds
-    cost: float  # (c1 K + c2) T, predicted
-    neighbourhood: float  # bound on where it settles
-    solver_name: str
-    evaluations: float  # (c1 E + c2) T, predicted, with E evaluations typical for K iterations
-
-
-SOLVERS = {
-    # Its first trial of a step is a guess: two evaluations an iteration.
-    "iterations": Advice("cg", lambda hparams: quasi_newton.conjugate_gradients(), lambda K: 2 * K + 1),
-    # Its natural step 1 is nearly always accepted.
-    "evaluations": Advice("lbfgs", lambda hparams: quasi_newton.lbfgs(), lambda K: K + 2),
-}
 
 
 def solver_for(convex: bool, count: str = "iterations") -> Advice:
     """The solver's row of the practical table: CG or a quasi-Newton method if f_S is convex, Adam with a tuned rate for networks.
 
-    `count`: what a local round is, an iteration as in the thesis or an evaluation (P12).  CG takes the fewest iterations (L2300),
-    L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
-
     Thesis: L2192, L2300.
+
+    Args:
+        convex: whether every f_S is convex.
+        count: what a local round is, "iterations" as in the thesis or "evaluations" as in the ledger (P12).  CG takes the fewest
+            iterations (L2300), L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
+
+    Returns:
+        The solver's name and its constructor.
 
     >>> solver_for(True).name, solver_for(True, "evaluations").name, solver_for(False).name
     ('cg', 'lbfgs', 'adam')
     """
-    if count not in SOLVERS:
-        raise ValueError(f"count={count!r}; allowed: {' or '.join(SOLVERS)}")
-    return SOLVERS[count] if convex else Advice("adam", lambda hparams: adaptive.adam(hparams.rate), lambda K: K + 1)
+    if count not in ("iterations", "evaluations"):
+        raise ValueError(f"count={count!r}; allowed: iterations or evaluations")
+    if not convex:
+        return Advice("adam", lambda hparams: adaptive.adam(hparams.rate))
+    if count == "iterations":
+        return Advice("cg", lambda hparams: quasi_newton.conjugate_gradients())
+    return Advice("lbfgs", lambda hparams: quasi_newton.lbfgs())
 
 
-def local_rounds(gamma: float, mu: float, L: float, error2: float, distance2: float) -> int:
-    """K after which accelerated gradient descent (and, in practice sooner, CG or BFGS) has |x_K - prox|^2 <= error2.
+class Recommendation(NamedTuple):
+    """A setting of `sppm_as` and its predicted cost; `print` it."""
 
-    The prox objective has condition number kappa = (L + 1/gamma) / (mu + 1/gamma); K = sqrt(kappa) log((kappa + 1) distance2 / error2).
+    sampling: cohorts.Sampling
+    gamma: float
+    K: int  # iterations of the solver in a global round: `HParams.rounds`
+    T: float  # global rounds, mean over the pilot's seeds
+    cost: float  # predicted, as `sppm_as.cost` charges: c1 an aggregation in the cohort, c2 an exchange of a hub with the server
+    evaluations: float  # predicted aggregations, all rounds together
+    solver: Callable[[Any], Solver]  # for `sppm_as`
+    solver_name: str
+    hubs: Hubs | None  # for `sppm_as`
+    accuracy: float
+    c1: float
+    c2: float
+    spent: int  # aggregations over all clients that the pilot took
+
+    def __str__(self) -> str:
+        at = "no hubs" if self.hubs is None else f"{self.hubs.count} hub{'s' if self.hubs.count > 1 else ''}"
+        return (
+            f"To reach {self.accuracy:g} of the first squared distance at c1 = {self.c1:g}, c2 = {self.c2:g} ({at}):\n"
+            f"  sampling {self.sampling.name} ({self.sampling.size} of {self.sampling.n} clients a round)\n"
+            f"  gamma = {self.gamma:.3g}, K = {self.K} iterations of {self.solver_name}\n"
+            f"  predicted: cost {self.cost:.3g} in {self.T:.1f} global rounds and {self.evaluations:.1f} aggregations\n"
+            f"  the pilot took {self.spent} aggregations over all clients and one Hessian from each"
+        )
+
+
+class Pilot(NamedTuple):
+    """Simulated runs on a quadratic model of the problem; every array is [setting, seed, round]."""
+
+    settings: list[tuple[cohorts.Sampling, float, int]]  # sampling, gamma, K
+    fraction: Float[np.ndarray, "s k t"]  # of the first squared distance, at the start of a round
+    local_rounds: Float[np.ndarray, "s k t"]
+    hub_rounds: Float[np.ndarray, "s k t"]
+    hubs: Hubs | None
+    spent: int
+    solver: Advice
+
+    def recommend(self, accuracy: float, c1: float = 1.0, c2: float = 0.0) -> Recommendation:
+        """The cheapest simulated setting for one target and one pair of costs.
+
+        Args:
+            accuracy: target for |x - x*|^2 / |x0 - x*|^2, between 0 and 1.
+            c1: cost of an aggregation inside the cohort.
+            c2: cost of an exchange between a hub and the server; needs hubs.
+
+        Returns:
+            The setting with the smallest mean cost over seeds.  ValueError if none reaches the target in every seed.
+        """
+        if not 0 < accuracy < 1:
+            raise ValueError(
+                f"accuracy={accuracy}; allowed: 0 < accuracy < 1, a fraction of the first squared distance"
+            )
+        if not (c1 >= 0 and c2 >= 0 and c1 + c2 > 0):
+            raise ValueError(f"c1={c1}, c2={c2}; allowed: not negative, and not both 0")
+        if c2 > 0 and self.hubs is None:
+            raise ValueError(f"c2={c2}; allowed: 0 without hubs, for the ledger then charges c1 only")
+        reached = self.fraction <= accuracy
+        rounds = np.where(reached.any(axis=2), reached.argmax(axis=2), -1)
+        if not (rounds >= 0).all(axis=1).any():
+            best = self.fraction.min(axis=2).max(axis=1).min()
+            raise ValueError(
+                f"accuracy={accuracy}; allowed: at least {best:.3g}, which the pilot reached in {self.fraction.shape[2]} rounds"
+            )
+        before = np.arange(self.fraction.shape[2]) < rounds[:, :, None]
+        evaluations = (self.local_rounds * before).sum(axis=2).mean(axis=1)
+        exchanges = (self.hub_rounds * before).sum(axis=2).mean(axis=1)
+        cost = np.where((rounds >= 0).all(axis=1), c1 * evaluations + c2 * exchanges, math.inf)
+        at = int(cost.argmin())
+        sampling, gamma, K = self.settings[at]
+        return Recommendation(
+            sampling, gamma, K, float(rounds[at].mean()), float(cost[at]), float(evaluations[at]), self.solver.make,
+            self.solver.name, self.hubs, accuracy, c1, c2, self.spent,
+        )  # fmt: skip
+
+
+def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
+    """(x0, x, unravel, aggregations): L-BFGS on the mean of all losses"""
+    flat, unravel = ravel_pytree(params)
+
+    def mean(x):
+        return jnp.mean(jax.vmap(lambda rows: loss(unravel(x), rows))(data))
+
+    oracle = Oracle(jax.value_and_grad(mean))
+    result = jax.jit(lambda x: quasi_newton.lbfgs()(oracle, x, iterations, 0.0))(flat)
+    if not bool(jnp.all(jnp.isfinite(result.params))):
+        raise ValueError("loss: L-BFGS from `params` did not stay finite; allowed: a convex, differentiable loss")
+    return flat, result.params, unravel, int(result.evaluations)
+
+
+def _quadratic(z, model):
+    """g z + z' H z / 2, a client's loss around the rough optimum"""
+    return jnp.vdot(model["g"], z) + jnp.vdot(z, model["H"] @ z) / 2
+
+
+def pilot(
+    key: Key,
+    loss: Callable[[Params, Any], Any],
+    params: Params,
+    data: Any,
+    clusters: Sequence[np.ndarray],
+    *,
+    hubs: Hubs | None = None,
+    iterations: int = 15,
+    local_rounds: Sequence[int] = (1, 2, 4, 8),
+    rounds: int = 30,
+    seeds: int = 3,
+) -> Pilot:
+    """Simulate SPPM-AS on a quadratic model of the problem, with several samplings, stepsizes and numbers of local rounds.
+
+    The clients answer `iterations` steps of L-BFGS (about as many aggregations, `spent`), and each sends its gradient and Hessian at the
+    point that was reached.  All else is simulated without them: the same `sppm_as` with the same ledger on
+    f_i(x + z) ~ g_i z + z' H_i z / 2.  Samplings have one client per cluster: stratified, nice, and block where every cluster has as
+    many members.  Gammas are 1 to 4096 times 1 / L, L being the largest eigenvalue of the mean Hessian.
+
+    Holds if: convex; the losses are near to quadratic between `params` and the optimum.  Otherwise the prediction is rough.
+
+    Args:
+        key: random key of the simulated cohorts.
+        loss: `loss(params, data of one client)`, a number.
+        params: where the run will start.
+        data: of all clients, leading axis n.
+        clusters: ids of similar clients, for example `clustering.by_features`; a cohort has as many clients as there are clusters.
+        hubs: topology of the run that is planned.
+        iterations: of L-BFGS on the mean of all losses.
+        local_rounds: candidates for K.
+        rounds: global rounds that are simulated.
+        seeds: simulated runs of every setting.
+
+    Returns:
+        The simulated runs; `.recommend(accuracy, c1, c2)` chooses among them.
     """
-    kappa = (L + 1 / gamma) / (mu + 1 / gamma)
-    return max(1, math.ceil(math.sqrt(kappa) * math.log(max(math.e, (kappa + 1) * distance2 / error2))))
+    start, x, unravel, spent = _rough_optimum(loss, params, data, iterations)
+    if len(x) > _MOST_DIMENSIONS:
+        raise ValueError(f"params has {len(x)} numbers; allowed: at most {_MOST_DIMENSIONS}, for Hessians are kept")
 
+    def at(rows):
+        def one(z):
+            return loss(unravel(z), rows)
 
-def _check(problem: Facts) -> None:
-    n = len(problem.mu_i)
-    for name, values in (("mu_i", problem.mu_i), ("L_i", problem.L_i)):
-        if np.shape(values) != (n,) or not np.all(np.isfinite(values) & (np.asarray(values) > 0)):
-            raise ValueError(f"{name}={values}; allowed: n={n} finite positive numbers")
-    if np.any(problem.L_i < problem.mu_i):
-        raise ValueError(f"L_i={problem.L_i} is below mu_i={problem.mu_i} somewhere; allowed: mu_i <= L_i")
-    if np.ndim(problem.gradients) != 2 or len(problem.gradients) != n or not np.all(np.isfinite(problem.gradients)):
-        raise ValueError(f"gradients has shape {np.shape(problem.gradients)}; allowed: n={n} finite rows")
-    if not (math.isfinite(problem.distance2) and problem.distance2 >= 0):
-        raise ValueError(f"distance2={problem.distance2}; allowed: finite, at least 0")
+        return {"g": jax.grad(one)(x), "H": jax.hessian(one)(x)}
+
+    model = jax.jit(jax.lax.map, static_argnums=0)(at, data)
+    H, n = np.asarray(model["H"], np.float64).mean(axis=0), len(model["g"])
+    z_star = jnp.asarray(np.linalg.solve(H, -np.asarray(model["g"], np.float64).mean(axis=0)), x.dtype)
+    z0 = start - x
+    first = jnp.sum((z0 - z_star) ** 2)
+    gammas = np.geomspace(1.0, 4096.0, 7) / float(np.linalg.eigvalsh(H)[-1])
+    pairs = [(float(gamma), int(K)) for gamma in gammas for K in local_rounds]
+    b, solver = len(clusters), solver_for(True, "evaluations")
+    samplings = [cohorts.stratified(clusters), cohorts.nice(n, min(b, n))]
+    if all(len(ids) == b for ids in clusters):
+        samplings.append(cohorts.block(clusters))
+    found = []
+    for sampling in samplings:
+        algorithm = runner.observe(
+            sppm_as.sppm_as(_quadratic, sampling, solver.make, hubs),
+            fraction=lambda state, batch: jnp.sum((state.server.params - z_star) ** 2) / first,
+        )
+        hparams = runner.stack([sppm_as.HParams(gamma, K, 0.0) for gamma, K in pairs])
+        state = algorithm.init(z0, jnp.arange(n))
+        _, metrics = runner.sweep(jax.random.split(key, seeds), algorithm, hparams, state, model, rounds)
+        found.append([np.asarray(getattr(metrics, name)) for name in ("fraction", "local_rounds", "hub_rounds")])
+    settings = [(sampling, gamma, K) for sampling in samplings for gamma, K in pairs]
+    fraction, local, outside = (np.concatenate(part) for part in zip(*found))
+    return Pilot(settings, fraction, local, outside, hubs, spent, solver)
 
 
 def recommend(
-    problem: Facts,
-    epsilon: float,
+    key: Key,
+    loss: Callable[[Params, Any], Any],
+    params: Params,
+    data: Any,
+    clusters: Sequence[np.ndarray],
+    accuracy: float,
+    *,
     c1: float = 1.0,
     c2: float = 0.0,
-    gammas: Sequence[float] | None = None,
-    count: str = "iterations",
+    hubs: Hubs | None = None,
+    **how: Any,
 ) -> Recommendation:
-    """The cheapest setting that the theorems suggest to reach E |x - x*|^2 <= epsilon, at cost (c1 K + c2) T.
-
-    Samplings of b clients, as many as there are clusters, are compared by their bounds: stratified, nice, and block where every cluster
-    has b members (the cost does not count who takes part).  For each gamma on a grid whose neighbourhood is
-    below epsilon: T from the inexact bound (prox error b such that it stays below epsilon), K from the rate of accelerated gradient
-    descent on the prox of the worst cohort (`local_rounds`), the solver from `solver_for`.  Newton-type solvers exchange Hessians
-    and are left to the user.
+    """The cheapest setting of SPPM-AS for |x - x*|^2 <= accuracy |x0 - x*|^2, from the loss and the data alone.
 
     Thesis: table L2192.
-    Holds if: strongly convex.  T is a bound if every prox has a squared error of b at most.  That K iterations give it is a rule, not
-    a theorem: the rate is another solver's, and the first distance |x_0 - x*|^2 stands for |x_t - prox(x_t)|^2 of every round.
-    `experiments.cohort_squeeze recommended` compares prediction and measurement.
+
+    Args:
+        key: random key of the simulated cohorts.
+        loss: `loss(params, data of one client)`, a number.
+        params: where the run will start.
+        data: of all clients, leading axis n.
+        clusters: ids of similar clients; a cohort has as many clients as there are clusters.
+        accuracy: fraction of the first squared distance, between 0 and 1.
+        c1: cost of an aggregation inside the cohort.
+        c2: cost of an exchange between a hub and the server.
+        hubs: topology; None with c2 > 0 puts all clients under one hub, as the thesis does.
+        how: see `pilot`, which also states what the clients are asked for.
+
+    Returns:
+        The setting, its predicted cost, and a text (`print`).
     """
-    if not epsilon > 0:
-        raise ValueError(f"epsilon={epsilon}; allowed: positive")
-    if not (c1 >= 0 and c2 >= 0 and c1 + c2 > 0):
-        raise ValueError(f"c1={c1}, c2={c2}; allowed: not negative, and not both 0")
-    _check(problem)
-    advice = solver_for(True, count)
-    gradients = problem.gradients - problem.gradients.mean(axis=0)
-    n, b = len(problem.mu_i), len(problem.clusters)
-    samplings = [cohorts.stratified(problem.clusters), cohorts.nice(n, min(b, n))]
-    if all(len(ids) == b for ids in problem.clusters):
-        samplings.append(cohorts.block(problem.clusters))
-    grid = np.geomspace(1e-3, 1e5, 65) if gammas is None else np.asarray(gammas, np.float64)
-    if len(grid) == 0 or not np.all((grid > 0) & np.isfinite(grid)):
-        raise ValueError(f"gammas={gammas}; allowed: positive finite numbers, at least one")
-    found: list[Recommendation] = []
-    for sampling in samplings:
-        mu, sigma2 = sampling.mu(problem.mu_i), sampling.variance(gradients)
-        L = float(
-            np.sort(problem.L_i / (n * sampling.probabilities))[-sampling.size :].sum()
-        )  # of any cohort's f_S at most
-        for gamma in map(float, grid):
-            settles = theory.neighbourhood(gamma, mu, sigma2)
-            if settles >= epsilon:
-                continue
-            # Half of what is left of epsilon for the prox error, half for the start to be forgotten.
-            error2 = _affordable_error(gamma, mu, sigma2, (epsilon + settles) / 2)
-            s = theory.best_s(gamma, mu, sigma2, error2)
-            contraction = 2 * math.log1p(gamma * mu) - math.log1p(s)
-            rough = theory.inexact_neighbourhood(gamma, mu, sigma2, error2)
-            if contraction < 1e-12 or not rough < epsilon:
-                continue  # lost in rounding
-            T = max(1, math.ceil(math.log(max(1.0, problem.distance2 / (epsilon - rough))) / contraction))
-            K = local_rounds(gamma, mu, L, error2, problem.distance2)
-            cost, asked = (theory.cost(c1, c2, inside, T) for inside in (K, advice.evaluations(K)))
-            found.append(Recommendation(sampling, gamma, advice.make, K, T, cost, rough, advice.name, asked))
-    if not found:
-        least = min(
-            theory.neighbourhood(float(grid.min()), s.mu(problem.mu_i), s.variance(gradients)) for s in samplings
-        )
-        raise ValueError(
-            f"epsilon={epsilon}; allowed: above {least:.3g}, where the smallest gamma settles (and mu_i far enough from 0); allow "
-            "smaller gammas"
-        )
-    return min(found, key=lambda one: one.cost if count == "iterations" else one.evaluations)
-
-
-def _affordable_error(gamma: float, mu: float, sigma2: float, target: float) -> float:
-    """The largest squared prox error (by halving) whose inexact neighbourhood is at most target"""
-    error2 = target
-    while theory.inexact_neighbourhood(gamma, mu, sigma2, error2) > target and error2 > 1e-300:
-        error2 /= 2
-    return error2
+    if hubs is None and c2 > 0:
+        hubs = Hubs.make(np.zeros(jax.tree.leaves(data)[0].shape[0], int))
+    return pilot(key, loss, params, data, clusters, hubs=hubs, **how).recommend(accuracy, c1, c2)
