@@ -51,7 +51,7 @@ def p_value(epsilon: float, delta: float, canaries: int, guesses: int, correct: 
         The bound, at most 1.
 
     >>> round(p_value(1.0, 0.0, 100, 10, 10), 6)  # (e / (e + 1))^10
-    0.043652
+    0.043604
     """
     from scipy.special import expit
     from scipy.stats import binom
