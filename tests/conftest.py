@@ -33,6 +33,20 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
+# Files that take long to compile or start processes: `pytest -m slow`.
+SLOW = (
+    "algorithms/test_fedcr", "algorithms/test_fedp3", "conformance/test_devices", "core/test_distributed", "core/test_kill",
+    "core/test_signals", "core/test_suite", "experiments/", "problems/test_networks", "prox/test_federated_solvers",
+    "pruning/test_interrupted", "pruning/test_memory", "pruning/test_regrow",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(part in str(item.path) for part in SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
     """Thousands of programs in one process exhaust its memory maps, and the compiler crashes."""
