@@ -330,6 +330,11 @@ NAMES = list(BUILDERS)
 # These have the code of another entry, with another compressor, regularizer or hparams.
 _LIKE_ANOTHER = {"ef-bv top-k", "ef-bv dithering", "ef-bv l1", "ef-bv leafwise", "diana", "compressed gd"}
 DISTINCT = [name for name in NAMES if name not in _LIKE_ANOTHER]
+# A method of each kind, for what is dear to test and hardly depends on the method.
+KINDS = [
+    "ef-bv comp", "ef-bv m-nice", "ef-bv network", "scafflix", "scafflix cohort", "fedavg cohort", "scaffold", "sppm-as", "fedp3",
+    "fedp3 attention", "ldp-fedp3", "sketched",
+]  # fmt: skip
 
 
 @cache

@@ -15,8 +15,7 @@ from tests.registry import build
 
 KEY = jax.random.key(7)
 ALL = pytest.mark.parametrize("name", registry.NAMES)
-# One of those that share their code and differ in a compressor, a regularizer or hparams.
-DISTINCT = pytest.mark.parametrize("name", registry.DISTINCT)
+KINDS = pytest.mark.parametrize("name", registry.KINDS)
 
 
 @cache
@@ -63,7 +62,7 @@ def scaled(hparams, factor):
     return jax.tree.map(lambda number: number if isinstance(number, int) else number * factor, hparams)
 
 
-@DISTINCT
+@KINDS
 def test_a_jitted_step_equals_an_eager_one(name):
     case, (state, _) = build(name), trajectory(name)[0]
     found = case.algorithm.step(KEY, case.hparams, state, case.data)
@@ -81,7 +80,7 @@ def test_changing_hyperparameters_and_keys_trace_once_and_matter(name):
     assert all(np.abs(other - first).max() > 1e-6 for other in others)
 
 
-@DISTINCT
+@KINDS
 def test_a_vmapped_sweep_equals_a_loop_over_hyperparameters_and_keys(name):
     case, rounds = build(name), 2
     settings = [case.hparams, scaled(case.hparams, 0.5)]
@@ -119,7 +118,7 @@ def test_every_leaf_of_the_state_keeps_its_dtype(name, dtype):
     assert metrics.loss.dtype == dtype and metrics.bits_up.dtype == jnp.zeros(()).dtype
 
 
-@DISTINCT
+@KINDS
 def test_half_precision_prices_its_numbers_at_half_and_stays_finite(name):
     case = build(name, jnp.bfloat16)
     state, metrics = jax.jit(case.algorithm.step)(KEY, case.hparams, case.init(), case.data)

@@ -1,4 +1,4 @@
-"""One of two processes: the algorithms of the registry for two rounds, its own part of the result to a file.
+"""One of two processes: a method of each kind for two rounds, its own part of the result to a file.
 
 python -m tests.core.pair ADDRESS PROCESS FILE              `test_distributed` starts both
 """
@@ -11,11 +11,6 @@ import numpy as np
 from commjax import distributed, parallel
 
 ROUNDS, SEED = 2, 3
-# A method of each kind: what passes between processes is the same for the others (`tests/conformance/test_devices.py`).
-NAMES = [
-    "ef-bv comp", "ef-bv m-nice", "ef-bv network", "scafflix", "scafflix cohort", "fedavg cohort", "scaffold", "sppm-as", "fedp3",
-    "fedp3 attention", "ldp-fedp3", "sketched",
-]  # fmt: skip
 
 
 def main(address: str, process: int, path: str) -> None:
@@ -25,7 +20,7 @@ def main(address: str, process: int, path: str) -> None:
     from tests import registry  # computes at once, so after the start
 
     mesh, found = parallel.client_mesh(), {}
-    for name in NAMES:
+    for name in registry.KINDS:
         case = registry.build(name)
         n = len(case.ids)
         ids = distributed.own_ids(n, mesh)

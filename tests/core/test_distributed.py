@@ -306,7 +306,7 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
         for process, file in enumerate(files)
     ]  # fmt: skip
     try:
-        names = pair.NAMES
+        names = KINDS
         cases = [build(name) for name in names]
         runs = [runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, pair.ROUNDS) for case in cases]
         for process in both:
