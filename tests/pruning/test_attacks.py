@@ -221,7 +221,8 @@ def test_an_option(name, here, capsys):
 
 
 @pytest.mark.parametrize("name", PARSED)
-def test_a_line_that_is_no_command(name, capsys):
+def test_a_line_that_is_no_command(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     refused(*PARSED[name], capsys, code=2)
 
 
@@ -307,7 +308,8 @@ def test_a_fault_that_nobody_foresaw_is_one_line_or_a_traceback_if_asked_for(her
 
 
 @pytest.mark.parametrize("missing", ["tyro", "rich"])
-def test_help_without_extras(missing, monkeypatch, capsys):
+def test_help_without_extras(missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, missing, None)
     cli.main(["--help"])
     both = capsys.readouterr().out
