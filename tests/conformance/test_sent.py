@@ -17,12 +17,11 @@ from commjax.data import embedded, partition, stacked
 from commjax.data.stacked import ClientData
 from commjax.problems import constants, logistic
 
-N, ROWS, D, ROUNDS = 37, 20, 123, 12
+N, ROWS, D, ROUNDS = 37, 20, 123, 8
 INF = float("inf")
 
 # (compressor, entries that every message has, or None where they are not counted)
 COMPRESSORS = [
-    (compressors.identity(), D),
     (compressors.top_k(5), 5),
     (compressors.rand_k(4), 4),  # Floyd's draws
     (compressors.rand_k(40), 40),  # the largest random words
@@ -31,7 +30,6 @@ COMPRESSORS = [
     (compressors.mix(2, 3), 5),
     (compressors.natural(), D),
     (compressors.dithering(4), None),
-    (compressors.dithering(3, 1.0), None),
     (compressors.ternary(INF), None),
     (compressors.scaled_sign(), D),
     (compressors.perm_k(), None),
@@ -92,8 +90,8 @@ def check_reports(compressor, entries, reports):
     np.testing.assert_array_equal(np.asarray(decoded), values[client])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
 def test_a_jitted_round_sends_what_compress_gives_for_what_it_was_handed(name, dtype):
     (compressor, entries), reports = BY_NAME[name], []
     algorithm = ef_bv.ef_bv(jax.value_and_grad(loss), reporting(compressor, reports))
