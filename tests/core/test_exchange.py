@@ -262,7 +262,7 @@ def test_letters_and_replies_of_others_are_refused():
         (replies[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),
         (seal(Header("up", run, 4, 0), payload), "foreign: from client 0 in round 4, not 0 in 0"),
         (seal(Header("up", run, 0, 0), payload + b"\0"), "client 0: oversized"),
-        (seal(Header("up", run, 0, 0), payload[:-1]), "client 0: a field of 15 bits has 2 bytes, got 1"),
+        (seal(Header("up", run, 0, 0), payload[:-1]), "client 0: a field of 12 bits has 2 bytes, got 1"),
         (replies[0][:-1] + b"\xff", "client 0: malformed: the checksum is wrong"),
     ]:
         with pytest.raises(AbsentError, match=reason):
