@@ -114,7 +114,7 @@ def test_rows_and_states_that_do_not_fit_are_refused():
         distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh, 8)
     with pytest.raises(ValueError, match="per_client has 7 rows, 8 clients on 2 devices are 8"):
         distributed.init(CASE.algorithm, CASE.params, 8, mesh, shift=np.zeros((7, 11)))
-    with pytest.raises(ValueError, match="chunk must be at least 1 and num_rounds at least 0, got 0 and 1"):
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 8, chunk=0)
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_diverges_says_so_and_is_not_saved(tmp_path):
     path = tmp_path / "run"
     on_mesh(2, 2, checkpoint=path)
     good = path.read_bytes()
-    worse = CASE.hparams._replace(gamma=jnp.asarray(jnp.inf))
+    worse = CASE.hparams._replace(gamma=1.7e308)
     with pytest.raises(runner.DivergedError, match="the loss is not finite in round 1 with"):
         on_mesh(2, 1, hparams=worse, chunk=1, checkpoint=tmp_path / "new")  # the loss of round 0 is, the params are not
     assert not (tmp_path / "new").exists() and path.read_bytes() == good
