@@ -20,7 +20,7 @@ from commjax.data import libsvm, partition
 from commjax.data.own import own_rows
 from experiments import launch
 from tests.core import pair
-from tests.registry import build
+from tests.registry import KINDS, build
 
 ROOT = Path(__file__).parents[2]
 KEY = jax.random.key(3)
