@@ -10,6 +10,7 @@ With --checkpoint the same command goes on where the job stopped, on as many hos
 Expected (breast_cancer, 100 clients, 2000 rounds): the loss of one process up to rounding (BUILD.md says what is promised).
 """
 
+import signal
 import socket
 import subprocess
 import sys
@@ -115,14 +116,35 @@ def command(settings: Settings) -> list[str]:
 
 
 def here(settings: Settings) -> int:
-    """`local` processes on this machine; the first error ends all, within the heartbeat."""
+    """Start `local` processes on this machine and wait for them.
+
+    The first error ends all of them, within the heartbeat.  SIGTERM and SIGINT are passed on to all: they save a checkpoint and end.
+
+    Args:
+        settings: What every process runs.
+
+    Returns:
+        The exit status: 0; 128 + the signal's number if there was one; 1 if a process failed.
+    """
     if settings.local < 1:
         raise ValueError(f"local must be at least 1 process (or 0 for none), got {settings.local}")
     if settings.cluster or settings.coordinator:
         raise ValueError("local processes find one another; allowed: neither cluster nor coordinator with it")
     address = f"127.0.0.1:{free_port()}"
     each = replace(settings, local=0, coordinator=address, num_processes=settings.local)
-    running = [subprocess.Popen(command(replace(each, process_id=i))) for i in range(settings.local)]
+    # In sessions of their own: Ctrl-C in a terminal reaches only the launcher, which passes it on once.
+    running = [
+        subprocess.Popen(command(replace(each, process_id=i)), start_new_session=True) for i in range(settings.local)
+    ]
+    received: list[int] = []
+
+    def pass_on(signum: int, frame: object) -> None:
+        received.append(signum)
+        for one in running:
+            one.send_signal(signum)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
     deadline = None
     while any(one.poll() is None for one in running):
         if deadline is None and any(one.returncode for one in running):
@@ -135,6 +157,8 @@ def here(settings: Settings) -> int:
     if failed:
         resume = f"; the same command goes on from {Path(settings.checkpoint)}" if settings.checkpoint else ""
         print(f"launch: processes ended with {failed}{resume}", file=sys.stderr)
+    if failed and received:
+        return 128 + received[0]
     return 1 if failed else 0
 
 

@@ -387,6 +387,19 @@ def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_saves_and_ends_its_processes(tmp_path, file, number, status):
+    launcher = spawn(settings(tmp_path, dataset=str(file), local=2, rounds=100_000))
+    assert launcher.stderr is not None
+    assert any(line.startswith("round 4 of") for line in iter(launcher.stderr.readline, ""))
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=120)  # returns when all who write to stderr have ended: the processes, too
+    assert launcher.returncode == status, errors
+    assert len(re.findall(rf"^commjax: {number.name}: .*run.ckpt is saved in round \d+; ", errors, re.M)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.ckpt"]
+
+
+@pytest.mark.slow
 def test_the_launcher_reports_processes_that_failed(tmp_path, file):
     finish(spawn(settings(tmp_path, dataset=str(file), rounds=2)))
     bad = spawn(settings(tmp_path, dataset=str(file), local=2, clients=7))  # the checkpoint is of 9 clients
