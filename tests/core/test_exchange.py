@@ -53,7 +53,7 @@ PRIVATE = ("ldp-fedp3", "ldp-fedp3 sent")
 # Two programs for one formula: XLA adds up a product of all clients' rows in another order than one client's, and fuses a product and a
 # sum in one of them only.
 ROUNDED = (
-    "ef-bv network", "ef-bv dithering", "ldp-fedp3 sent", "fedp3 attention", "scafflix", "i-scaffnew", "flix", "fedcr",
+    "ef-bv network", "ldp-fedp3 sent", "fedp3 attention", "scafflix", "i-scaffnew", "flix", "fedcr",
     "fedp3 released",
 )  # fmt: skip
 
