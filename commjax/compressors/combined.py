@@ -25,10 +25,10 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
     def compress(key, x, id=0, n=1):
         value, bits = compressor.compress(key, x, id, n)
         # The inner value is rounded first: XLA would merge the two factors, and the value differ from the decoded one.
-        return Message(tree.once(tree.scale(factor, tree.once(value))), bits)
+        return Message(tree.once(tree.times(factor, tree.once(value))), bits)
 
     def decode(key, data, like, id=0, n=1):
-        return tree.scale(factor, jax.tree.map(jnp.asarray, compressor.decode(key, data, like, id, n)))
+        return tree.times(factor, jax.tree.map(jnp.asarray, compressor.decode(key, data, like, id, n)))
 
     def constants(d, n=1):
         eta, omega, omega_ran = compressor.constants(d, n)

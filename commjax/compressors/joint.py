@@ -55,7 +55,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
     def compress(key, x, id=0, n=1):
         here, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
-        value = tree.scale(n / m, tree.once(value))  # rounded twice, as in `scaled`
+        value = tree.times(n / m, tree.once(value))  # rounded twice, as in `scaled`
         sent = tree.once(jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), value))
         return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
 
@@ -75,8 +75,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
             if data:
                 raise ValueError(f"m_nice: client {id} does not take part in this round, got {len(data)} bytes")
             return jax.tree.map(jnp.zeros_like, like)
-        value = inner.decode(key, data, like, id, n)
-        return jax.tree.map(lambda leaf: leaf * jnp.asarray(n / m, leaf.dtype), value)
+        return tree.times(n / m, jax.tree.map(jnp.asarray, inner.decode(key, data, like, id, n)))
 
     def length(key, like, id=0, n=1):
         here, key = draw(key, id, n)
@@ -133,7 +132,7 @@ def perm_k() -> Compressor:
 
     def compress(key, x, id, n):
         owned = jnp.where(_owned(key, x.size, id, n), x, jnp.zeros((), x.dtype))
-        return tree.once(owned * jnp.asarray(factor(x.size, n), x.dtype))
+        return tree.once(tree.times(factor(x.size, n), owned))
 
     def bits(key, d, dtype, id, n):
         if d % n == 0 or d < n:

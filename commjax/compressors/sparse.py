@@ -34,7 +34,7 @@ def identity() -> Compressor:
 def _masked(x, mask, factor=1.0):
     """factor x where mask is True, else 0.  The product is rounded before anybody adds to it: it is what is sent."""
     kept = jnp.where(mask, x, jnp.zeros((), x.dtype))
-    return kept if factor == 1.0 else tree.once(kept * jnp.asarray(factor, x.dtype))
+    return kept if factor == 1.0 else tree.once(tree.times(factor, kept))
 
 
 def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable) -> Compressor:

@@ -167,3 +167,20 @@ def test_joint_compressors_agree_on_one_event_and_leaves_do_not():
     assert np.count_nonzero(send(m_nice(3))["a"].sum(axis=1)) == 3
     halves = send(leafwise(rand_k(4)))
     assert not np.array_equal(halves["a"], halves["b"])
+
+
+@pytest.mark.parametrize(
+    "compressor, factor",
+    [(rand_k(254), 257 / 254), (comp(254, 257), 257 / 254), (m_nice(254), 257 / 254), (scaled(0.997, identity()), 0.997), (perm_k(), 257)],
+    ids=lambda one: getattr(one, "name", ""),
+)  # fmt: skip
+def test_factors_that_half_precision_does_not_hold_are_rounded_with_the_product_only(compressor, factor):
+    x = jnp.linspace(1, 2, 257).astype(jnp.bfloat16)
+    wanted = (np.float32(factor) * np.asarray(x, np.float32)).astype(x.dtype)
+    for id in range(20):
+        sent = np.asarray(compressor.compress(jax.random.key(3), x, id, 257).value)
+        np.testing.assert_array_equal(sent, np.where(sent == 0, 0, wanted))
+        if sent.any() and factor != 257:
+            assert np.any(sent != (np.asarray(factor, x.dtype) * np.asarray(x)).astype(x.dtype) * (sent != 0))
+        data = compressor.encode(jax.random.key(3), x, id, 257)
+        np.testing.assert_array_equal(np.asarray(compressor.decode(jax.random.key(3), data, x, id, 257)), sent)
