@@ -1,10 +1,47 @@
 """commjax: communication-efficient distributed and federated learning in JAX.
 
+    import commjax as cj
+
+    cj.algorithms      ef_bv, scafflix, fedp3, sppm_as and their baselines
+    cj.compressors     top_k, rand_k, comp, natural, ... with constants and wire formats
+    cj.sampling        which clients take part in a round
+    cj.core            State, Algorithm, run, sweep, loop, checkpoints, records
+    cj.devices         many devices, many hosts, clients in host memory
+    cj.federation      a server and clients that exchange bytes; Flower
+    cj.pruning         SymWanda's scores, masks and R^2-DSnoT
+    cj.llm             Llama and OPT as pure functions
+    cj.theory          every bound and constant as a function of plain numbers
+
+Modules are imported when they are first used.
 In docstrings L1234 is a line of the thesis's source; E, S, F, P, W with a number are rows of `docs/errata.md`.
 """
 
-from commjax import checkpoint, clients, compressors, prox, records, runner, tree
-from commjax.base import Algorithm, Compressor, Constants, Message, Metrics, Round, State
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from commjax.core import moved
+
+if TYPE_CHECKING:
+    from commjax import (
+        algorithms,
+        cli,
+        compressors,
+        core,
+        data,
+        devices,
+        federation,
+        integrations,
+        llm,
+        models,
+        privacy,
+        problems,
+        prox,
+        pruning,
+        sampling,
+        theory,
+    )
+    from commjax.core.base import Algorithm, Compressor, Constants, Message, Metrics, Round, State
+    from commjax.core.runner import loop, run, sweep
 
 __version__ = "0.1.0"
 
@@ -16,11 +53,57 @@ __all__ = [
     "Metrics",
     "Round",
     "State",
-    "checkpoint",
-    "clients",
+    "algorithms",
+    "cli",
     "compressors",
+    "core",
+    "data",
+    "devices",
+    "federation",
+    "integrations",
+    "llm",
+    "loop",
+    "models",
+    "privacy",
+    "problems",
     "prox",
-    "records",
-    "runner",
-    "tree",
+    "pruning",
+    "run",
+    "sampling",
+    "sweep",
+    "theory",
 ]
+
+_RUNNER = ("loop", "run", "sweep")
+_ROOMS = (
+    "algorithms",
+    "cli",
+    "compressors",
+    "core",
+    "data",
+    "devices",
+    "federation",
+    "integrations",
+    "llm",
+    "models",
+    "privacy",
+    "problems",
+    "prox",
+    "pruning",
+    "sampling",
+    "theory",
+)
+
+moved.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"commjax.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("commjax.core.runner" if name in _RUNNER else "commjax.core.base"), name)
+    raise AttributeError(f"module 'commjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

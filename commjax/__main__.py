@@ -1,6 +1,6 @@
 """`python -m commjax` is the command line."""
 
-from commjax.cli import main
+from commjax.cli.main import main
 
 if __name__ == "__main__":
     main()

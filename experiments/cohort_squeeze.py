@@ -4,7 +4,7 @@
     python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1, the cohort under one hub or spread
     python -m experiments.cohort_squeeze solvers         the prox by six solvers: iterations, evaluations, bits
     python -m experiments.cohort_squeeze epsilon         least cost of both methods against the accuracy
-    python -m experiments.cohort_squeeze recommended     what `commjax.recommend` predicts, what its choice costs by the ledger
+    python -m experiments.cohort_squeeze recommended     what `commjax.algorithms.recommend` predicts, what its choice costs by the ledger
     python -m experiments.cohort_squeeze samplings       measured neighbourhoods of four samplings beside their bounds
     python -m experiments.cohort_squeeze stepsizes       speed against neighbourhood for gamma from 1e-3 to 1e5
     python -m experiments.cohort_squeeze baselines       SPPM-SS against MB-GD and MB-LocalGD at their theoretical stepsizes
@@ -27,8 +27,8 @@ import numpy as np
 import tyro
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from commjax import recommend, runner
-from commjax.algorithms import sppm_as
+from commjax.algorithms import recommend, sppm_as
+from commjax.core import runner
 from commjax.data import stacked
 from commjax.prox.cohort import Hubs
 from experiments import cohort_squeeze_networks, plots, tables
@@ -45,7 +45,7 @@ from experiments.cohort_squeeze_grid import (
     rounds_to,
     watched,
 )
-from experiments.cohort_squeeze_samplings import baselines, clusters, samplings, stepsizes
+from experiments.cohort_squeeze_samplings import baselines, clusters, compare_samplings, stepsizes
 
 
 def targets(found: Grid, settings: Settings) -> dict[str, float]:
@@ -314,7 +314,7 @@ COMMANDS = {
     "solvers": by_solver,
     "epsilon": epsilon,
     "recommended": recommended,
-    "samplings": samplings,
+    "samplings": compare_samplings,
     "stepsizes": stepsizes,
     "baselines": baselines,
     "clusters": clusters,

@@ -13,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import cohorts, runner
 from commjax.algorithms import local_gd, sppm_as
-from commjax.base import Algorithm
+from commjax.core import runner
+from commjax.core.base import Algorithm
+from commjax.core.records import Record
 from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
-from commjax.prox import quasi_newton, solvers
+from commjax.prox import solvers
 from commjax.prox.cohort import Hubs
-from commjax.records import Record
+from commjax.prox.solvers import quasi_newton
+from commjax.sampling import samplings
 from experiments import tables
 from experiments.ef_bv import load
 
@@ -137,7 +139,11 @@ def follow(
 
 
 def sppm(
-    problem: Problem, sampling: cohorts.Sampling, settings: Settings, most: int | None = None, hubs: Hubs | None = None
+    problem: Problem,
+    sampling: samplings.Sampling,
+    settings: Settings,
+    most: int | None = None,
+    hubs: Hubs | None = None,
 ) -> Algorithm:
     use = SOLVERS[settings.solver]
     pool = stacked.pool(most_rows(problem, sampling))
@@ -148,7 +154,7 @@ def sppm(
     return sppm_as.sppm_as(problem.loss, sampling, make, hubs, use.vectors(len(problem.optimum)), pool=pool)
 
 
-def most_rows(problem: Problem, sampling: cohorts.Sampling) -> int:
+def most_rows(problem: Problem, sampling: samplings.Sampling) -> int:
     """Rows of the largest cohort: of the largest clients of all clusters if it has one of each, of the largest clients else."""
     sizes = np.array([len(rows) for rows in problem.rows])
     if sampling.name.startswith("stratified"):
@@ -185,7 +191,7 @@ def grid(problem: Problem, settings: Settings, rival: Record | None = None) -> G
 
     `rival`: LocalGD's record, if another solver's grid has it already.
     """
-    sampling = cohorts.stratified(problem.clusters)
+    sampling = samplings.stratified(problem.clusters)
     algorithm = watched(problem, sppm(problem, sampling, settings))
     # Sorted by K, so that a few neighbours at a time have inner loops of about equal length; three K at a time, which is one program
     # for all, and as many rounds as the smallest K may take.
@@ -253,7 +259,7 @@ def ledger(
     best = int(np.nanargmin(prices))
     gamma, K = found.pairs[best]
     T = rounds_to(found.sppm, target)[best].astype(int)
-    algorithm = sppm(problem, cohorts.stratified(problem.clusters), settings, hubs=hubs_of(problem, topology))
+    algorithm = sppm(problem, samplings.stratified(problem.clusters), settings, hubs=hubs_of(problem, topology))
     state = algorithm.init(jnp.ones(len(problem.optimum)), jnp.arange(len(problem.rows)))
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
     hparams = runner.stack([sppm_as.HParams(gamma, K, 1e-9)])

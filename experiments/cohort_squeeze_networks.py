@@ -21,11 +21,12 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from commjax import clients, cohorts, runner
 from commjax.algorithms import local_gd, sppm_as
-from commjax.base import Algorithm
-from commjax.prox import adaptive, federated
-from commjax.records import Record
+from commjax.core import rounds, runner
+from commjax.core.base import Algorithm
+from commjax.core.records import Record
+from commjax.prox.solvers import adaptive, federated
+from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from experiments import plots, scafflix_networks, tables
 
@@ -88,7 +89,7 @@ def _proximal(load: Load, cohort: int, worker: Worker) -> Algorithm:
     n = len(task.train.weights)
     unravel = ravel_pytree(task.problem.init(jax.random.key(0), task.train.inputs[0, :1]))[1]
     return sppm_as.sppm_as(
-        task.problem.loss, cohorts.nice(n, min(cohort, n)), lambda hparams: worker.make(hparams.rate, unravel),
+        task.problem.loss, samplings.nice(n, min(cohort, n)), lambda hparams: worker.make(hparams.rate, unravel),
         vectors=float(federated.vectors_per_round(worker.kind)), received=float(federated.vectors_down(worker.kind)),
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def _proximal(load: Load, cohort: int, worker: Worker) -> Algorithm:
 def _local_gd(load: Load, cohort: int) -> Algorithm:
     task = scafflix_networks.load(*load)
     n = len(task.train.weights)
-    return local_gd.mb_local_gd(jax.value_and_grad(task.problem.loss), cohorts.nice(n, min(cohort, n)))
+    return local_gd.mb_local_gd(jax.value_and_grad(task.problem.loss), samplings.nice(n, min(cohort, n)))
 
 
 def proximal(K: int, settings: Settings, worker: Worker = ADAM, name: str = "sppm") -> Method:
@@ -119,7 +120,7 @@ def averaging(steps: int, settings: Settings) -> Method:
 @partial(jax.jit, static_argnames=("problem",))
 def accuracy(problem, params, examples) -> jax.Array:
     """Right over all targets of all clients, by the global model."""
-    right, total = clients.one_by_one(partial(problem.accuracy_sums, params))(examples)
+    right, total = rounds.one_by_one(partial(problem.accuracy_sums, params))(examples)
     return right.sum() / total.sum()
 
 

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import cohorts
 from commjax.algorithms import local_gd, sppm_as
 from commjax.data import partition
+from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from experiments import plots, tables
 from experiments.cohort_squeeze_grid import Settings, problem, sppm, sweep
 from experiments.ef_bv import load
 
 
-def samplings(settings: Settings) -> list[dict]:
+def compare_samplings(settings: Settings) -> list[dict]:
     """Fig. L2293: four samplings of equal cohort size, gamma = 1, near-exact prox: where they settle, and the bound."""
     rows: list[dict] = []
     gamma, rounds = 1.0, 4 * settings.rounds
@@ -31,8 +31,8 @@ def samplings(settings: Settings) -> list[dict]:
         gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
         gradients = gradients - gradients.mean(axis=0)
         kinds = {
-            "stratified": cohorts.stratified(one.clusters), "nice": cohorts.nice(n, size),
-            "block": cohorts.block_of(one.clusters, min(size, settings.per_cluster)), "single": cohorts.nice(n, 1),
+            "stratified": samplings.stratified(one.clusters), "nice": samplings.nice(n, size),
+            "block": samplings.block_of(one.clusters, min(size, settings.per_cluster)), "single": samplings.nice(n, 1),
         }  # fmt: skip
         for kind, sampling in kinds.items():
             record = sweep(
@@ -74,7 +74,7 @@ def stepsizes(settings: Settings) -> list[dict]:
     for panel, name in zip(axes[0], settings.datasets):
         one = problem(name, settings)
         record = sweep(
-            one, sppm(one, cohorts.stratified(one.clusters), settings, 16), [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
+            one, sppm(one, samplings.stratified(one.clusters), settings, 16), [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
             settings, f"{name}_stepsizes", 100,
         )  # fmt: skip
         start = float(np.sum((1 - one.optimum) ** 2))
@@ -105,12 +105,12 @@ def baselines(settings: Settings) -> list[dict]:
         one = problem(name, settings)
         n = len(one.rows)
         runs: dict[str, tuple[float, np.ndarray]] = {}
-        ours = sppm(one, cohorts.stratified(one.clusters), settings, 16)
+        ours = sppm(one, samplings.stratified(one.clusters), settings, 16)
         record = sweep(one, ours, [sppm_as.HParams(1.0, 16, 1e-8)], settings, f"{name}_baselines_sppm", rounds)
         runs["SPPM-SS"] = 1.0, record.metrics["distance"][0]
         for kind, sampling in (
-            ("stratified", cohorts.stratified(one.clusters)),
-            ("nice", cohorts.nice(n, settings.clusters)),
+            ("stratified", samplings.stratified(one.clusters)),
+            ("nice", samplings.nice(n, settings.clusters)),
         ):
             hparams = [local_gd.theoretical(sampling, one.smoothness.L_i, steps) for steps in (1, 5)]
             plain = local_gd.mb_local_gd(jax.value_and_grad(one.loss), sampling)

@@ -25,14 +25,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import compressors, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.clients import dense_bits
+from commjax.core import runner
+from commjax.core.records import Record
+from commjax.core.rounds import dense_bits
 from commjax.data import embedded, libsvm, partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
-from commjax.records import Record
 from commjax.theory import ef_bv as theory
 from experiments import ef_bv_table, plots
 

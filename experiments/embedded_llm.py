@@ -19,9 +19,9 @@ import optax
 import tyro
 
 from commjax import llm
+from commjax.core.progress import progress_bar
 from commjax.llm import embedded, export, perplexity, tokens
 from commjax.llm.config import Config
-from commjax.progress import progress_bar
 
 
 @dataclass(frozen=True)

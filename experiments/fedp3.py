@@ -25,11 +25,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import layers, plans
 from commjax.algorithms import fedp3
-from commjax.checkpoint import write_atomically
-from commjax.layers import Layers
-from commjax.problems import layered, resnet
+from commjax.algorithms.fedp3 import layers, plans
+from commjax.algorithms.fedp3.layers import Layers
+from commjax.core.checkpoint import write_atomically
+from commjax.models import layered, resnet
 from experiments import fedp3_privacy, plots, tables
 from experiments.fedp3_plans import Run
 from experiments.fedp3_report import report, stem_of

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax.algorithms import fedcr, fedcr_layers
-from commjax.layers import Layers
-from commjax.plans import Plan
-from commjax.problems import layered, networks, resnet
+from commjax.algorithms import fedcr
+from commjax.algorithms.fedcr import layers as fedcr_layers
+from commjax.algorithms.fedcr import method
+from commjax.algorithms.fedp3.layers import Layers
+from commjax.algorithms.fedp3.plans import Plan
+from commjax.models import layered, networks, resnet
 
 
 class Modules(NamedTuple):
@@ -64,7 +66,7 @@ def layers(settings: Any, task: Any) -> Layers:
 
 def expected_bits(plan: Plan, chances: list[float], settings: Any, params: Any) -> dict[str, float]:
     """Bits of a client of FedCR on layers a round, in expectation over plans: every L_i once, weighted by its chance."""
-    bits = fedcr_layers.ledger(plan, fedcr.blank(network(modules(settings)), params))
+    bits = fedcr_layers.ledger(plan, method.blank(network(modules(settings)), params))
     return {way: float(np.dot(chances, bits[way])) for way in ("up", "down")}
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from commjax import plans
-from commjax.algorithms import fedp3, submodels
-from commjax.layers import Layers
-from commjax.problems import resnet
+from commjax.algorithms import fedp3
+from commjax.algorithms.fedp3 import plans, submodels
+from commjax.algorithms.fedp3.layers import Layers
+from commjax.models import resnet
 from experiments.fedp3_task import Settings
 
 

@@ -20,15 +20,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import accounting, clients, one_run_audit, private_training, runner
-from commjax.accounting import Certificate
-from commjax.algorithms import ldp_fedp3
-from commjax.base import Algorithm
+from commjax.algorithms.fedp3 import ldp_fedp3, one_run_audit, private_training
 from commjax.compressors import identity
+from commjax.core import rounds, runner
+from commjax.core.base import Algorithm
+from commjax.core.records import Record
 from commjax.data import embedded, images, stacked
 from commjax.data.stacked import Examples
-from commjax.problems import networks
-from commjax.records import Record
+from commjax.models import networks
+from commjax.privacy import accounting
+from commjax.privacy.accounting import Certificate
 from experiments import fedp3_theory, plots, tables
 
 
@@ -82,7 +83,7 @@ def capacity(settings: Settings, rows: int) -> int | None:
 
 def _build(settings: Settings, rows: int, sketch=None, clipped: Literal["whole", "sent"] = "whole"):
     def build(loss) -> Algorithm:
-        over = jax.vmap if settings.task == "digits" else clients.one_by_one
+        over = jax.vmap if settings.task == "digits" else rounds.one_by_one
         return ldp_fedp3.ldp_fedp3(
             loss, sketch, clipped=clipped, capacity=capacity(settings, rows), rows=rows, over=over
         )

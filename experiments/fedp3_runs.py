@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import clients, local, runner
-from commjax.algorithms import aggregation, ditto, fedavg, fedcr, fedcr_layers, fedp3, fedprox, flix
-from commjax.base import Algorithm, State
-from commjax.problems import networks
-from commjax.records import Record
+from commjax.algorithms import ditto, fedavg, fedcr, fedp3, fedprox, flix
+from commjax.algorithms.fedcr import layers as fedcr_layers
+from commjax.algorithms.fedp3 import aggregation
+from commjax.core import local, rounds, runner
+from commjax.core.base import Algorithm, State
+from commjax.core.records import Record
+from commjax.models import networks
 from experiments import fedp3_fedcr
 from experiments.fedp3_plans import TOGETHER, Run, expected_bits, plans_of, possible, program_of, pruning_in
 from experiments.fedp3_task import Settings, Task, data_of, load, shape_of
@@ -52,7 +54,7 @@ def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorit
 
 
 def _how(settings: Settings) -> dict[str, Any]:
-    return {"steps": settings.steps, "over": jax.vmap if settings.model == "mlp" else clients.one_by_one}
+    return {"steps": settings.steps, "over": jax.vmap if settings.model == "mlp" else rounds.one_by_one}
 
 
 def hparams_of(run: Run, settings: Settings) -> Any:
@@ -165,7 +167,7 @@ def alone(settings: Settings, split: str, seed: int) -> float:
     steps = max(1, 2 * settings.rounds * settings.steps * min(settings.cohort, n) // n)
     models = flix.local_sgd(
         jax.random.key(seed), jax.value_and_grad(task.problem.loss), params, task.train, stepsize=settings.stepsize,
-        steps=steps, sample=local.minibatch(settings.batch), over=jax.vmap if settings.model == "mlp" else clients.one_by_one,
+        steps=steps, sample=local.minibatch(settings.batch), over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
     )  # fmt: skip
     rows = ditto.Client(jnp.arange(n), models)
     return float(accuracy(task.problem, _own, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test))

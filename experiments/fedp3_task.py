@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import local
+from commjax.algorithms.fedp3.layers import Layers
+from commjax.core import local
 from commjax.data import cifar, embedded, images, partition, stacked
 from commjax.data.stacked import Examples
-from commjax.layers import Layers
-from commjax.problems import layered, networks, resnet
+from commjax.models import layered, networks, resnet
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import accounting, runner
-from commjax.algorithms import sketched
+from commjax.algorithms.fedp3 import sketched
+from commjax.core import runner
+from commjax.privacy import accounting
 from commjax.problems import quadratic
 from commjax.theory import fedp3 as aggregation
 from commjax.theory import ldp_fedp3 as theory

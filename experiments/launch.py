@@ -24,12 +24,13 @@ import numpy as np
 import tyro
 from jax.experimental import multihost_utils
 
-from commjax import compressors, distributed, parallel
+from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.data import stacked
 from commjax.data.libsvm import Dataset
-from commjax.data.own import own_rows
+from commjax.data.local_rows import own_rows
 from commjax.data.partition import Rows
+from commjax.devices import distributed, parallel
 from commjax.problems import constants, logistic
 from commjax.problems.constants import Smoothness
 

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax.checkpoint import write_atomically
+from commjax.core.checkpoint import write_atomically
 
 # Colour-blind safe (Okabe-Ito), one colour a method throughout.
 COLORS = {

@@ -22,10 +22,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax import runner
 from commjax.algorithms import flix, scafflix
+from commjax.core import runner
+from commjax.core.records import Record
 from commjax.problems import logistic
-from commjax.records import Record
 from commjax.theory import scafflix as theory
 from experiments import plots, scafflix_condition, scafflix_networks, tables
 from experiments.scafflix_problem import Problem, Settings, problem, value_and_grad

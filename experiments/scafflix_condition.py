@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import runner
 from commjax.algorithms import flix, scafflix
+from commjax.core import runner
 from commjax.problems import logistic, quadratic
 from experiments import plots, tables
 from experiments.scafflix_problem import Settings, problem, value_and_grad

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import clients, local, runner
 from commjax.algorithms import ditto, fedavg, fedprox, flix, scafflix, scaffold
-from commjax.base import Algorithm
+from commjax.core import local, rounds, runner
+from commjax.core.base import Algorithm
+from commjax.core.records import Record
 from commjax.data import embedded, images, partition, stacked, text
 from commjax.data.stacked import Examples
-from commjax.problems import networks
-from commjax.records import Record
+from commjax.models import networks
 from experiments import plots, tables
 
 
@@ -75,7 +75,7 @@ def _steps(settings: Settings) -> int:
 
 def _how(settings: Settings) -> dict[str, Any]:
     """A full network fills the machine by itself: one client after another is faster there."""
-    return {"cohort": settings.cohort, "over": jax.vmap if settings.model in ("small", "mlp") else clients.one_by_one}
+    return {"cohort": settings.cohort, "over": jax.vmap if settings.model in ("small", "mlp") else rounds.one_by_one}
 
 
 def _local(make: Callable) -> Callable[[Any, Settings], Algorithm]:
@@ -147,7 +147,7 @@ def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
     def one(client, data):
         return problem.accuracy_sums(model(hparams, server, client), data)
 
-    right, total = clients.one_by_one(one)(rows, examples)
+    right, total = rounds.one_by_one(one)(rows, examples)
     return right.sum() / total.sum()
 
 

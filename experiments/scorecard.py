@@ -21,9 +21,9 @@ import jax
 import tyro
 
 import experiments.claims
-from commjax.checkpoint import write_atomically
-from commjax.progress import progress_bar
-from commjax.records import environment
+from commjax.core.checkpoint import write_atomically
+from commjax.core.progress import progress_bar
+from commjax.core.records import environment
 from experiments import claim_workers
 from experiments.claims import Claim
 

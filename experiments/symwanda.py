@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from commjax.progress import progress_bar
+from commjax.core.progress import progress_bar
 from commjax.pruning import model as pruning
 from commjax.pruning import regrow, scores
 from commjax.pruning.masks import Group

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from commjax.core.progress import progress_bar
 from commjax.data import bounded
 from commjax.llm import embedded, tokens
 from commjax.llm.tokens import Tokenizer
-from commjax.progress import progress_bar
 from commjax.pruning import model as pruning
 from commjax.pruning import scores, zeroshot
 from commjax.pruning.recipe import Recipe, choose

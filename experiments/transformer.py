@@ -23,9 +23,12 @@ import tyro
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from commjax import compressors, optax_face, parallel, tree
+from commjax import compressors
+from commjax.core import tree
+from commjax.core.progress import progress_bar
+from commjax.devices import parallel
+from commjax.integrations import optax as cj_optax
 from commjax.llm import embedded
-from commjax.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -96,16 +99,16 @@ def train(settings: Settings, compressed: bool) -> dict[str, float]:
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     if compressed:
         tx = optax.chain(
-            optax_face.per_client(optax.ema(settings.momentum), n),
-            optax_face.ef_bv(optax_face.top_share(settings.share), n, key, lam=1.0, nu=1.0),
+            cj_optax.per_client(optax.ema(settings.momentum), n),
+            cj_optax.ef_bv(cj_optax.top_share(settings.share), n, key, lam=1.0, nu=1.0),
             optax.adam(schedule, b1=0.0, b2=0.99),
         )
     else:
-        tx = optax.chain(optax_face.compressed_mean(compressors.identity(), n, key), optax.adam(schedule))
+        tx = optax.chain(cj_optax.compressed_mean(compressors.identity(), n, key), optax.adam(schedule))
 
     mesh = parallel.client_mesh(settings.devices)
     state = tx.init(params)
-    state = jax.device_put(state, optax_face.shardings(state, mesh))
+    state = jax.device_put(state, cj_optax.shardings(state, mesh))
     params = jax.device_put(params, NamedSharding(mesh, P()))
     rows = NamedSharding(mesh, P(parallel.AXIS))
 
@@ -126,7 +129,7 @@ def train(settings: Settings, compressed: bool) -> dict[str, float]:
     return {
         "training loss": float(value),
         "held-out loss": float(jax.jit(loss)(params, held_out)),
-        "bits": float(optax_face.bits(state)),
+        "bits": float(cj_optax.bits(state)),
         "steps": steps,
         "d": tree.size(params),
     }

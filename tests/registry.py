@@ -14,30 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from commjax import cohorts, compressors, layers, local, plans, prox
+from commjax import compressors, prox
 from commjax.algorithms import (
-    aggregation,
     averaged_prox,
     ditto,
     ef_bv,
     fedavg,
     fedcr,
-    fedcr_layers,
     fedp3,
     fedprox,
     flix,
-    ldp_fedp3,
     local_gd,
     scafflix,
     scaffold,
-    sketched,
     sppm_as,
-    submodels,
 )
-from commjax.base import Algorithm, Compressor, State
+from commjax.algorithms.fedcr import layers as fedcr_layers
+from commjax.algorithms.fedp3 import aggregation, layers, ldp_fedp3, plans, sketched, submodels
+from commjax.core import local
+from commjax.core.base import Algorithm, Compressor, State
 from commjax.data.stacked import Examples
 from commjax.problems import quadratic
 from commjax.prox import cohort, solvers
+from commjax.sampling import samplings
 
 N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
 
@@ -193,7 +192,7 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     "fedprox": (fedprox.fedprox(VALUE_AND_GRAD, steps=3), fedprox.HParams(0.2, 0.3), 1, {}),
     "scaffold": (scaffold.scaffold(VALUE_AND_GRAD, steps=3), scaffold.HParams(0.2), 3, {}),
     "sppm-as": (
-        sppm_as.sppm_as(quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(2.5)),
+        sppm_as.sppm_as(quadratic.loss, samplings.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(2.5)),
         sppm_as.HParams(2.0, 3),
         1,
         {},
@@ -201,7 +200,7 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     "sppm-as hubs": (
         sppm_as.sppm_as(
             quadratic.loss,
-            cohorts.nice(N, 5),
+            samplings.nice(N, 5),
             lambda hparams: solvers.gradient_descent(2.5),
             cohort.Hubs.make([0, 1, 1, 0, 2, 2, 0, 1]),
         ),
@@ -211,7 +210,7 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     ),
     "fedprox-sppm-as": (
         averaged_prox.fedprox_sppm_as(
-            quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(3.0)
+            quadratic.loss, samplings.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(3.0)
         ),
         averaged_prox.HParams(1.0, 2, 0.0, most=2),
         1,
@@ -219,14 +218,14 @@ LOCAL: dict[str, tuple[Algorithm, Any, int, dict[str, Any]]] = {
     ),
     "fedavg-sppm-as": (
         averaged_prox.fedavg_sppm_as(
-            quadratic.loss, cohorts.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(4.0)
+            quadratic.loss, samplings.stratified(CLUSTERS), lambda hparams: solvers.gradient_descent(4.0)
         ),
         averaged_prox.HParams(1.0, 2, 0.0, most=2),
         1,
         {},
     ),
     "mb-local-gd": (
-        local_gd.mb_local_gd(VALUE_AND_GRAD, cohorts.block(CLUSTERS)),
+        local_gd.mb_local_gd(VALUE_AND_GRAD, samplings.block(CLUSTERS)),
         local_gd.HParams(0.2, 3),
         1,
         {},

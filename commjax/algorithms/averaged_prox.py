@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from commjax import checks, clients
 from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
-from commjax.base import Algorithm, Spec, State
-from commjax.cohorts import Sampling
+from commjax.core import checks, rounds
+from commjax.core.base import Algorithm, Spec, State
 from commjax.prox import cohort, solvers
-from commjax.prox.solvers import BROKE_DOWN, Solver
+from commjax.prox.solvers.base import BROKE_DOWN, Solver
+from commjax.sampling.samplings import Sampling
 from commjax.theory import sppm as theory
 
 
@@ -62,7 +62,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         def one(number, carry):
             x, residual, code = carry
             gamma, center = center_of(hparams, anchor, x)
-            center = clients.broadcast(center, axis_name)
+            center = rounds.broadcast(center, axis_name)
             found = jax.vmap(prox, in_axes=(None, None, 0))(gamma, center, members.data)
             worst = (cohort.largest(rows, members, axis_name) for rows in (found.residual, found.code))
             x = cohort.add_up(found.params, members, share, axis_name)
@@ -71,7 +71,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         start = anchor, jnp.zeros((), anchor.dtype), jnp.zeros((), jnp.int32)
         x, residual, code = jax.lax.fori_loop(0, hparams.rounds, one, start)
         bad = refused(gamma=hparams.gamma, rounds=hparams.rounds, alpha=hparams.alpha)
-        params = clients.broadcast(server.params, axis_name)
+        params = rounds.broadcast(server.params, axis_name)
         values = jax.vmap(loss, in_axes=(None, 0))(params, members.data)
         metrics = flat_metrics(
             cohort.add_up(values, members, share, axis_name),

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import checks, clients, local, tree
 from commjax.algorithms.fedavg import Server, bits_down, server_step
-from commjax.base import Algorithm, Params, Reducer, Spec, State
-from commjax.local import Sample, ValueAndGrad
+from commjax.core import checks, local, rounds, tree
+from commjax.core.base import Algorithm, Params, Reducer, Spec, State
+from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -50,7 +50,7 @@ def ditto(
         v_i:  `steps` times:  v_i <- v_i - personal (grad f_i(v_i) + lambda (v_i - x))
         x:    FedAvg
 
-    `reduce`: a reducer of `commjax.robust` instead of FedAvg's mean.
+    `reduce`: a reducer of `commjax.core.robust` instead of FedAvg's mean.
 
     Thesis: table of baselines (L3789).  Holds if: lambda = 0 is local training, lambda -> inf FedAvg's model.
     """
@@ -71,4 +71,4 @@ def ditto(
         return Client(client.id, personal), round.send(update), loss
 
     spec = Spec(HParams, Server, Client, check)
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import checks, clients, tree
-from commjax.base import Algorithm, Compressor, Constants, Params, Reducer, Spec, State
 from commjax.compressors.sparse import identity
+from commjax.core import checks, rounds, tree
+from commjax.core.base import Algorithm, Compressor, Constants, Params, Reducer, Spec, State
 from commjax.prox import Regularizer, zero
 from commjax.theory import ef_bv as theory
 
@@ -69,7 +69,7 @@ def ef_bv(
 
     `value_and_grad(params, data)` is one client's; it may be stochastic through its batch (see `runner.minibatches`).
     `init(params, ids, shift=...)` takes one row of h_i^0 per client, by default zero; the first exchange of other rows is
-    not free (`bits_init` of a record).  `reduce`: a reducer of `commjax.robust` instead of mean_i d_i.  It voids the three theorems:
+    not free (`bits_init` of a record).  `reduce`: a reducer of `commjax.core.robust` instead of mean_i d_i.  It voids the three theorems:
     they need an unbiased mean, and h = mean_i h_i no longer holds.
 
     Thesis: Alg. EF-BV (Fig. 2.1); rates Thm 2.1 (PL), 2.2 (KL), 2.3 (nonconvex).
@@ -91,11 +91,11 @@ def ef_bv(
             raise ValueError(
                 f"shift must have a row like params for each client, leaves of shapes {wanted}; got {given}"
             )
-        server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=clients.mean(rows))
+        server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=rounds.mean(rows))
         return State(server, Client(id=ids, shift=rows))
 
     def client_step(round, hparams, server, client, data):
-        loss, grad = clients.evaluated(value_and_grad, server.params, data)
+        loss, grad = rounds.evaluated(value_and_grad, server.params, data)
         d = round.send(tree.sub(tree.cast(grad, client.shift), client.shift))
         return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
 
@@ -107,10 +107,10 @@ def ef_bv(
         )
 
     def bits_down(server):
-        return clients.dense_bits(server.params)
+        return rounds.dense_bits(server.params)
 
     spec = Spec(HParams, Server, Client, check)
-    return clients.federated(init, client_step, server_step, bits_down, compressor=compressor, reduce=reduce, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, compressor=compressor, reduce=reduce, spec=spec)
 
 
 def _check(smoothness: Smoothness, *names: str) -> None:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commjax import checks, clients, local, tree
-from commjax.base import Algorithm, Params, Reducer, Spec, State
-from commjax.local import Sample, ValueAndGrad
+from commjax.core import checks, local, rounds, tree
+from commjax.core.base import Algorithm, Params, Reducer, Spec, State
+from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -49,7 +49,7 @@ def fedavg(
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)
         x   <- x + server mean_i (x_i - x)
 
-    `reduce`: a reducer of `commjax.robust` instead of the mean.
+    `reduce`: a reducer of `commjax.core.robust` instead of the mean.
 
     Thesis: baseline of Ch. 3 to 5.  Holds if: with different f_i it stops in a neighbourhood that grows with `steps`.
     Differs: f = mean_i f_i, so clients are not weighted by their numbers of rows.
@@ -65,7 +65,7 @@ def fedavg(
         return client, round.send(update), loss
 
     spec = Spec(HParams, Server, Client, check)
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
 
 
 def server_step(hparams: Any, server: Any, update: Params) -> Any:
@@ -75,4 +75,4 @@ def server_step(hparams: Any, server: Any, update: Params) -> Any:
 
 def bits_down(server: Any) -> int:
     """x, as it is"""
-    return clients.dense_bits(server.params)
+    return rounds.dense_bits(server.params)

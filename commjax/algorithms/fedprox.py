@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commjax import checks, clients, local, tree
 from commjax.algorithms.fedavg import Client, Server, bits_down, server_step
-from commjax.base import Algorithm, Params, Reducer, Spec, State
-from commjax.local import Sample, ValueAndGrad
+from commjax.core import checks, local, rounds, tree
+from commjax.core.base import Algorithm, Params, Reducer, Spec, State
+from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -43,7 +43,7 @@ def fedprox(
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) + mu (x_i - x))
         x   <- x + server mean_i (x_i - x)
 
-    `reduce`: a reducer of `commjax.robust` instead of the mean.
+    `reduce`: a reducer of `commjax.core.robust` instead of the mean.
 
     Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).  Holds if: mu = 0 is FedAvg.
     """
@@ -61,4 +61,4 @@ def fedprox(
         return client, round.send(update), loss
 
     spec = Spec(HParams, Server, Client, check)
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)

@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from commjax import checks, clients, local, tree
-from commjax.base import Algorithm, Key, Params, Reducer, Spec, State
-from commjax.local import Sample, ValueAndGrad
+from commjax.core import checks, local, rounds, tree
+from commjax.core.base import Algorithm, Key, Params, Reducer, Spec, State
+from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -71,7 +71,7 @@ def objective(value_and_grad: ValueAndGrad) -> Callable[..., tuple[Array, Params
     """
 
     def of(alpha, params, optimum, data):
-        value, grad = clients.evaluated(value_and_grad, mixture(alpha, params, optimum), data)
+        value, grad = rounds.evaluated(value_and_grad, mixture(alpha, params, optimum), data)
         return value, tree.scale(alpha, grad)
 
     return of
@@ -91,7 +91,7 @@ def flix(
         x  <- x - gamma mean_i g_i
 
     `init(params, ids, optimum=...)` takes one row of x_i* per client (`local_optima`, `local_sgd`).  `cohort`: so many clients
-    a round, drawn at random.  `reduce`: a reducer of `commjax.robust` instead of mean_i g_i.
+    a round, drawn at random.  `reduce`: a reducer of `commjax.core.robust` instead of mean_i g_i.
 
     Thesis: FLIX (L1249).  Holds if: x_i* minimises f_i; gamma <= 1 / mean_i alpha_i^2 L_i.
     """
@@ -109,10 +109,10 @@ def flix(
         return server._replace(params=tree.add_scaled(server.params, -hparams.gamma, grad))
 
     def bits_down(server):
-        return clients.dense_bits(server.params)
+        return rounds.dense_bits(server.params)
 
     spec = Spec(HParams, Server, Client, check)
-    return clients.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
 
 
 def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTree:
@@ -219,7 +219,7 @@ def local_sgd(
     stepsize: float,
     steps: int,
     sample: Sample,
-    over: Callable = clients.one_by_one,
+    over: Callable = rounds.one_by_one,
 ) -> PyTree:
     """x_i* of a network, nearly: `steps` steps of SGD by each client from the same start; one row a client.
 

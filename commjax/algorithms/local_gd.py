@@ -10,12 +10,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
-from commjax import checks, clients
 from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
-from commjax.base import Algorithm, Exchange, Spec, State
-from commjax.cohorts import Sampling
+from commjax.core import checks, rounds
+from commjax.core.base import Algorithm, Exchange, Spec, State
 from commjax.prox import cohort
-from commjax.prox.solvers import BROKE_DOWN, CONVERGED
+from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED
+from commjax.sampling.samplings import Sampling
 
 
 class HParams(NamedTuple):
@@ -62,7 +62,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
         draw = draw._replace(weights=cohort.shares(draw))
         members = cohort.gather(draw, state.clients.id, batch, axis_name)
-        received = clients.broadcast(server.params, axis_name)
+        received = rounds.broadcast(server.params, axis_name)
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
         server, code = advanced(hparams, state.server, mean)
@@ -89,7 +89,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))[0]
 
     def bits_down(server):
-        return clients.dense_bits(server.params)
+        return rounds.dense_bits(server.params)
 
     exchange = Exchange(
         client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined
@@ -111,8 +111,8 @@ def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1)
     Holds if: f_i convex and L_i-smooth, f strongly convex for MB-GD; clients are averaged alike, which is unbiased if each has the
     same share.  LocalGD's theorem has all clients in every round; that 1 / (2 L_AS) suffices with cohorts is a rule of thumb.
 
-    >>> from commjax import cohorts
-    >>> theoretical(cohorts.nice(2, 1), np.array([1.0, 2.0])), theoretical(cohorts.full(2), np.array([1.0, 2.0]), steps=5)
+    >>> from commjax.sampling import samplings
+    >>> theoretical(samplings.nice(2, 1), np.array([1.0, 2.0])), theoretical(samplings.full(2), np.array([1.0, 2.0]), steps=5)
     (HParams(stepsize=0.25, steps=1), HParams(stepsize=0.015625, steps=5))
     """
     check(steps=steps)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax import checks, clients, local, tree
-from commjax.base import Algorithm, Params, Reducer, Spec, State
-from commjax.local import Sample, ValueAndGrad
+from commjax.core import checks, local, rounds, tree
+from commjax.core.base import Algorithm, Params, Reducer, Spec, State
+from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -52,7 +52,7 @@ def scaffold(
         c_i' = c_i - c + (x - x_i) / (steps stepsize)
         x   <- x + server mean_{i in S} (x_i - x)      c <- c + (|S|/n) mean_{i in S} (c_i' - c_i)
 
-    `reduce`: a reducer of `commjax.robust` instead of the means; c = mean_i c_i then no longer holds.
+    `reduce`: a reducer of `commjax.core.robust` instead of the means; c = mean_i c_i then no longer holds.
 
     Holds if: c = mean_i c_i at the start (zeros by default), which the steps keep, cohorts included.
     """
@@ -60,7 +60,7 @@ def scaffold(
 
     def init(params: Params, ids: Int[Array, "n"], shift: PyTree | None = None) -> State:
         rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
-        return State(Server(jnp.zeros((), jnp.int32), params, clients.mean(rows)), Client(ids, rows))
+        return State(Server(jnp.zeros((), jnp.int32), params, rounds.mean(rows)), Client(ids, rows))
 
     def client_step(round, hparams, server, client, data):
         correction = tree.sub(server.shift, client.shift)
@@ -79,9 +79,9 @@ def scaffold(
         )
 
     def bits_down(server):
-        return clients.dense_bits((server.params, server.shift))
+        return rounds.dense_bits((server.params, server.shift))
 
-    return clients.federated(
+    return rounds.federated(
         init, client_step, server_step, bits_down, cohort, over, down=("params", "shift"), reduce=reduce,
         spec=Spec(HParams, Server, Client, check),
     )  # fmt: skip

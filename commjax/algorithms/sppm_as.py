@@ -9,12 +9,12 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Int, Shaped
 
-from commjax import checks, clients
-from commjax.base import Algorithm, Params, Spec, State
-from commjax.cohorts import Draw, Sampling
+from commjax.core import checks, rounds
+from commjax.core.base import Algorithm, Params, Spec, State
 from commjax.prox import cohort
 from commjax.prox.cohort import Hubs
-from commjax.prox.solvers import BROKE_DOWN, Result, Solver
+from commjax.prox.solvers.base import BROKE_DOWN, Result, Solver
+from commjax.sampling.samplings import Draw, Sampling
 
 
 class HParams(NamedTuple):
@@ -124,7 +124,7 @@ def _metrics(
     evaluations = result.evaluations.astype(price.dtype)
     met = jnp.zeros((), jnp.int32) if hubs is None else cohort.hubs_met(draw, hubs)
     hub_rounds = jnp.where(met == 1, 1, jnp.where(met > 1, result.evaluations, 0))
-    model, value = clients.bits_of(params), clients.bits_of(start)
+    model, value = rounds.bits_of(params), rounds.bits_of(start)
     links = (met * hub_rounds).astype(price.dtype)
     return Metrics(
         loss=start,

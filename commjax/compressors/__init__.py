@@ -12,9 +12,9 @@ from commjax.compressors.certify import Certificate, ViolatedConstantError, cert
 from commjax.compressors.combined import rounded, scaled
 from commjax.compressors.format import WireFormatError, check
 from commjax.compressors.joint import m_nice, perm_k
-from commjax.compressors.lift import leafwise
 from commjax.compressors.quantized import dithering, natural, scaled_sign, ternary
 from commjax.compressors.sparse import comp, identity, mix, rand_k, top_k
+from commjax.compressors.vectors import leafwise
 
 __all__ = [
     "Certificate",

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax.base import Compressor, Constants, Key
 from commjax.compressors.format import check
+from commjax.core.base import Compressor, Constants, Key
 
 _LARGEST_LAW = 4096  # outcomes; beyond it sampling is cheaper
 _DRAWS_OF_LAW = 200  # of `compress`, for each trial vector of an enumeration

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import tree
-from commjax.base import Compressor, Constants, Message
-from commjax.compressors.lift import payload_bytes
+from commjax.compressors.vectors import payload_bytes
+from commjax.core import tree
+from commjax.core.base import Compressor, Constants, Message
 
 
 def scaled(factor: float, compressor: Compressor) -> Compressor:

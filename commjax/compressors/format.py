@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax.base import Compressor, Key
+from commjax.core.base import Compressor, Key
 
 
 class WireFormatError(ValueError):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from commjax import tree
-from commjax.base import ClientId, Compressor, Constants, Key, Message
 from commjax.compressors import wire
-from commjax.compressors.lift import check_count, from_value, on_vectors, payload_bytes, value_bits
 from commjax.compressors.sparse import identity
+from commjax.compressors.vectors import check_count, from_value, on_vectors, payload_bytes, value_bits
+from commjax.core import tree
+from commjax.core.base import ClientId, Compressor, Constants, Key, Message
 
 
 @partial(jax.jit, static_argnames=("n", "m"))

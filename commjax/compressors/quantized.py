@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import tree
-from commjax.base import Compressor, Constants
-from commjax.compressors import laws, wire
-from commjax.compressors.lift import check_count, from_value, independent, on_vectors, value_bits
+from commjax.compressors import exact_laws, wire
+from commjax.compressors.vectors import check_count, from_value, independent, on_vectors, value_bits
+from commjax.core import tree
+from commjax.core.base import Compressor, Constants
 
 _UINT = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -50,7 +50,7 @@ def natural() -> Compressor:
 
     def law(x):
         low = np.sign(x) * 2.0 ** np.floor(np.log2(np.where(x == 0, 1, np.abs(x))))
-        return laws.coordinatewise(low, 2 * low, np.where(x == 0, 0, x / np.where(x == 0, 1, low) - 1))
+        return exact_laws.coordinatewise(low, 2 * low, np.where(x == 0, 0, x / np.where(x == 0, 1, low) - 1))
 
     return on_vectors(
         "natural",
@@ -60,7 +60,7 @@ def natural() -> Compressor:
         unpack=unpack,
         constants=lambda d, n: independent(n, 0.0, 1 / 8),
         kept=lambda d, n: d,
-        outcomes=laws.independent(law),
+        outcomes=exact_laws.independent(law),
     )
 
 
@@ -179,7 +179,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         relative = np.minimum(np.abs(x) / (scale or 1.0) * levels, levels)
         low = np.floor(relative)
         step = np.sign(x) * scale / levels
-        return laws.coordinatewise(step * low, step * (low + 1), relative - low)
+        return exact_laws.coordinatewise(step * low, step * (low + 1), relative - low)
 
     return on_vectors(
         f"dithering({levels},p={norm:g})",
@@ -189,7 +189,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         unpack=unpack,
         constants=lambda d, n: independent(n, 0.0, dithering_omega(d, levels, norm)),
         kept=lambda d, n: d,
-        outcomes=laws.independent(law),
+        outcomes=exact_laws.independent(law),
     )
 
 
@@ -228,5 +228,5 @@ def scaled_sign() -> Compressor:
         unpack=unpack,
         constants=lambda d, n: Constants(math.sqrt(1 - 1 / d), 0.0, 0.0),
         kept=lambda d, n: d,
-        outcomes=laws.certain(lambda x: np.abs(x).mean() * np.where(x < 0, -1.0, 1.0)),
+        outcomes=exact_laws.certain(lambda x: np.abs(x).mean() * np.where(x < 0, -1.0, 1.0)),
     )

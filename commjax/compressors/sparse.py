@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import tree
-from commjax.base import Compressor, Constants
-from commjax.compressors import laws, select, wire
-from commjax.compressors.lift import check_count, check_k, from_value, independent, on_vectors, value_bits
+from commjax.compressors import exact_laws, selection, wire
+from commjax.compressors.vectors import check_count, check_k, from_value, independent, on_vectors, value_bits
+from commjax.core import tree
+from commjax.core.base import Compressor, Constants
 
 
 def identity() -> Compressor:
@@ -27,7 +27,7 @@ def identity() -> Compressor:
         unpack=lambda key, data, d, dtype, id, n: wire.decode_values(data, d, dtype),
         constants=lambda d, n: Constants(0.0, 0.0, 0.0),
         kept=lambda d, n: d,
-        outcomes=laws.certain(lambda x: x),
+        outcomes=exact_laws.certain(lambda x: x),
     )
 
 
@@ -74,13 +74,13 @@ def top_k(k: int) -> Compressor:
 
     def compress(key, x, id, n):
         check_k("top_k", k, x.size)
-        return _masked(x, select.top_k_mask(x, k))
+        return _masked(x, selection.top_k_mask(x, k))
 
     def constants(d, n):
         check_k("top_k", k, d)
         return Constants(math.sqrt(1 - k / d), 0.0, 0.0)
 
-    law = laws.certain(lambda x: np.where(laws.top(x, k), x, 0))
+    law = exact_laws.certain(lambda x: np.where(exact_laws.top(x, k), x, 0))
     return _at_unknown_positions(f"top-{k}", k, compress, constants, law)
 
 
@@ -96,7 +96,7 @@ def rand_k(k: int) -> Compressor:
 
     def mask(key, d, id):
         check_k("rand_k", k, d)
-        return select.clients_mask(key, id, d, k)
+        return selection.clients_mask(key, id, d, k)
 
     def compress(key, x, id, n):
         return _masked(x, mask(key, x.size, id), x.size / k)
@@ -121,7 +121,7 @@ def rand_k(k: int) -> Compressor:
         unpack=unpack,
         constants=constants,
         kept=lambda d, n: k,
-        outcomes=laws.independent(lambda x: laws.subsets(x, np.full(len(x), True), k, len(x) / k)),
+        outcomes=exact_laws.independent(lambda x: exact_laws.subsets(x, np.full(len(x), True), k, len(x) / k)),
     )
 
 
@@ -141,13 +141,13 @@ def comp(k: int, k_top: int) -> Compressor:
 
     def compress(key, x, id, n):
         check_k("comp", k_top, x.size, "k'")
-        return _masked(x, select.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
+        return _masked(x, selection.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
 
     def constants(d, n):
         check_k("comp", k_top, d, "k'")
         return independent(n, math.sqrt((d - k_top) / d), (k_top - k) / k)
 
-    law = laws.independent(lambda x: laws.subsets(x, laws.top(x, k_top), k, k_top / k))
+    law = exact_laws.independent(lambda x: exact_laws.subsets(x, exact_laws.top(x, k_top), k, k_top / k))
     return _at_unknown_positions(f"comp-({k},{k_top})", k, compress, constants, law)
 
 
@@ -169,11 +169,11 @@ def mix(k: int, k_rand: int) -> Compressor:
 
     @jax.jit
     def random_part(key, top, id):
-        return select.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
+        return selection.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
 
     def compress(key, x, id, n):
         check(x.size)
-        top = select.top_k_mask(x, k)
+        top = selection.top_k_mask(x, k)
         return _masked(x, top | random_part(key, top, id))
 
     def constants(d, n):
@@ -185,7 +185,7 @@ def mix(k: int, k_rand: int) -> Compressor:
 
     def pack(key, value, id, n):
         # The k largest of the message are the k largest of the vector.
-        top = np.asarray(select.top_k_mask(jnp.asarray(value), k))
+        top = np.asarray(selection.top_k_mask(jnp.asarray(value), k))
         others = np.asarray(random_part(key, jnp.asarray(top), id))
         return (
             wire.encode_values(value[top])
@@ -204,8 +204,8 @@ def mix(k: int, k_rand: int) -> Compressor:
         return value
 
     def law(x):
-        top = laws.top(x, k)
-        probability, value = laws.subsets(x, ~top, k_rand)
+        top = exact_laws.top(x, k)
+        probability, value = exact_laws.subsets(x, ~top, k_rand)
         return probability, np.where(top, x, value)
 
     return on_vectors(
@@ -216,5 +216,5 @@ def mix(k: int, k_rand: int) -> Compressor:
         unpack=unpack,
         constants=constants,
         kept=lambda d, n: k + k_rand,
-        outcomes=laws.independent(law),
+        outcomes=exact_laws.independent(law),
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from commjax.base import Key
+from commjax.core.base import Key
 from commjax.llm.config import Config
 from commjax.llm.layers import Layer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from commjax.checkpoint import write_atomically
+from commjax.core.checkpoint import write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
 from commjax.llm.base import Model, Params

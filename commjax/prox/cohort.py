@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from commjax import clients
-from commjax.base import Key, Params, State
-from commjax.cohorts import Draw, Sampling
-from commjax.prox.solvers import LocalOracle, Oracle
+from commjax.core import rounds
+from commjax.core.base import Key, Params, State
+from commjax.prox.solvers.base import LocalOracle, Oracle
+from commjax.sampling.samplings import Draw, Sampling
 
 
 def draw_of(key: Key, sampling: Sampling, state: State, axis_name: str | None) -> tuple[Draw, int]:
     """Who takes part in this round, and the number n of all clients."""
-    n = clients.count(state.clients.id, axis_name)
+    n = rounds.count(state.clients.id, axis_name)
     if sampling.n != n:
         raise ValueError(f"sampling is over {sampling.n} clients, the state has {n}")
     return sampling.sample(jax.random.fold_in(key, state.server.round)), n
@@ -59,16 +59,16 @@ def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohor
     if axis_name is None:
         place = jnp.argsort(ids)[draw.ids]  # ids may stand in any order
         return Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights, of(draw.ids))
-    n = clients.count(ids, axis_name)
+    n = rounds.count(ids, axis_name)
     weights = jnp.zeros(n, draw.weights.dtype).at[draw.ids].add(jnp.where(draw.mask, draw.weights, 0))
-    return Cohort(batch, jnp.where(clients.real(len(ids), axis_name), weights[ids], 0), of(ids))
+    return Cohort(batch, jnp.where(rounds.real(len(ids), axis_name), weights[ids], 0), of(ids))
 
 
 def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
     """sum_i weights_i row_i over all devices; with hubs in two levels, each hub's clients first"""
     hub = cohort.hub
     if hub is None:
-        return clients.mean(rows, axis_name, weights * clients.count(weights, axis_name))
+        return rounds.mean(rows, axis_name, weights * rounds.count(weights, axis_name))
 
     def one(leaf):
         weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
@@ -105,7 +105,7 @@ def prox_oracle(
         """One aggregation: each client's part at the same x, weighted and summed."""
 
         def at(x):
-            x = clients.broadcast(x, axis_name)
+            x = rounds.broadcast(x, axis_name)
             return add_up(jax.vmap(function, in_axes=(None, 0))(x, cohort.data), cohort, weights, axis_name, hubs)
 
         return at
@@ -120,7 +120,7 @@ def prox_oracle(
 
     def fit_together(x):
         """The same where nobody asks for one client's part: the gradient of the sum is one matrix product."""
-        found = jax.value_and_grad(together)(clients.broadcast(x, axis_name))
+        found = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
         return found if axis_name is None else jax.lax.psum(found, axis_name)
 
     fit = fit_together if cohort.hub is None else summed(jax.value_and_grad(one))
@@ -153,7 +153,7 @@ def shares(draw: Draw) -> Array:
 
 def price(draw: Draw, n: int, params: Params) -> Array:
     """Bits of one vector from each member, mean over all n clients"""
-    dense = clients.bits_of(params)
+    dense = rounds.bits_of(params)
     return jnp.sum(draw.mask, dtype=dense.dtype) / n * dense
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from commjax.base import Params
+from commjax.core.base import Params
 
 
 class Regularizer(NamedTuple):

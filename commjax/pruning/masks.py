@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from commjax import tree
+from commjax.core import tree
 
 Group = Literal["output", "input", "layer"]
 Scores = Float[Array, "i o"]

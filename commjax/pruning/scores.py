@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from commjax.base import Key
+from commjax.core.base import Key
 from commjax.pruning import masks
 from commjax.pruning.statistics import Statistics, input_norm, output_norm, wide
 

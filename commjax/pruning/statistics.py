@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from commjax.tree import varying_like
+from commjax.core.tree import varying_like
 
 Vector = Float[Array, "d"]
 

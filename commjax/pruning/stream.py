@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commjax import __version__
-from commjax.checkpoint import digest
+from commjax.core.checkpoint import digest
+from commjax.core.progress import progress_bar
 from commjax.data import bounded
 from commjax.llm import checkpoints, export, names
 from commjax.llm.base import Layers
 from commjax.llm.checkpoints import Checkpoint
-from commjax.progress import progress_bar
 from commjax.pruning import model as in_memory
 from commjax.pruning import recipe as recipes
 from commjax.pruning.model import Layer, Windows

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from commjax import tree
+from commjax.core import tree
 
 Matrix = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]

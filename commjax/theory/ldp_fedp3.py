@@ -2,7 +2,7 @@
 
 m rows a client, b = q m of them a round on average, gradients of a row clipped to C, K rounds, d parameters, Gaussian noise
 of variance sigma^2 on each coordinate of the mean gradient.  `noise_variance` is *not* a certificate, whatever its constant
-c: that is an accountant's work (`commjax.accounting`).
+c: that is an accountant's work (`commjax.privacy.accounting`).
 """
 
 import math

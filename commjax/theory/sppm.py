@@ -1,6 +1,6 @@
 """SPPM-AS: rates, neighbourhoods, complexities, inexact proxes and communication costs (thesis L2085-L2190, L5160-L5699).
 
-Throughout, mu and sigma2 are mu_AS and sigma^2_AS of a sampling (`commjax.cohorts`), gamma > 0 is any stepsize, `distance2` is
+Throughout, mu and sigma2 are mu_AS and sigma^2_AS of a sampling (`commjax.sampling.samplings`), gamma > 0 is any stepsize, `distance2` is
 |x_0 - x*|^2 and prox_{gamma f}(y) = argmin_x f(x) + |x - y|^2 / (2 gamma) (errata P1).
 """
 

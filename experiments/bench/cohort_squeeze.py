@@ -19,8 +19,10 @@ import numpy as np
 import tyro
 from scipy.optimize import minimize
 
-from commjax import cohorts, parallel, runner
 from commjax.algorithms import sppm_as
+from commjax.core import runner
+from commjax.devices import parallel
+from commjax.sampling import samplings
 from experiments import cohort_squeeze_grid
 
 
@@ -45,7 +47,9 @@ def timed(function: Callable) -> tuple[np.ndarray, float]:
 
 def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Callable[[], np.ndarray]:
     """The whole grid: x of every setting and seed"""
-    algorithm = cohort_squeeze_grid.sppm(problem, cohorts.stratified(problem.clusters), cohort_squeeze_grid.Settings())
+    algorithm = cohort_squeeze_grid.sppm(
+        problem, samplings.stratified(problem.clusters), cohort_squeeze_grid.Settings()
+    )
     tolerance = 1e-9 if dtype == jnp.float64 else 1e-5  # below it float32 has nothing to gain
     grid = runner.stack(
         [sppm_as.HParams(jnp.asarray(gamma, dtype), K, jnp.asarray(tolerance, dtype)) for gamma, K in pairs]
@@ -66,7 +70,7 @@ def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Calla
 
 def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
     """The same runs of one seed, one after another"""
-    sampling = cohorts.stratified(problem.clusters)
+    sampling = samplings.stratified(problem.clusters)
     signed = [problem.dataset.labels[ids, None] * problem.dataset.features[ids] for ids in problem.rows]
     weights = 1 / (len(problem.rows) * sampling.probabilities)
     draws = [np.asarray(sampling.sample(jax.random.fold_in(jax.random.split(key)[0], t)).ids) for t in range(settings.rounds)]  # fmt: skip

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import jax
 import tyro
 
-from commjax import parallel, runner
+from commjax.core import runner
+from commjax.devices import parallel
 from experiments.bench import ef_bv as bench
 
 

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from commjax import clients, compressors, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.base import Message
+from commjax.core import rounds, runner
+from commjax.core.base import Message
 from commjax.data.stacked import ClientData
 from commjax.problems import logistic
 
@@ -58,10 +59,10 @@ def best(sides: dict[str, tuple[Callable[[], object], int]], repeats: int) -> di
     for function, _ in sides.values():
         function()  # compile, warm up
     for _ in range(repeats):
-        for name, (function, rounds) in sides.items():
+        for name, (function, count) in sides.items():
             began = time.perf_counter()
             function()
-            times[name].append((time.perf_counter() - began) / rounds)
+            times[name].append((time.perf_counter() - began) / count)
     return {name: min(values) for name, values in times.items()}
 
 
@@ -78,7 +79,7 @@ def plain_gradient(value_and_grad):
     def init(params, ids):
         return ef_bv.State(ef_bv.Server(jnp.zeros((), jnp.int32), params, params), ef_bv.Client(ids, ids))
 
-    return clients.federated(init, client_step, server_step, bits_down=lambda server: 0.0)
+    return rounds.federated(init, client_step, server_step, bits_down=lambda server: 0.0)
 
 
 def loop_numpy(data: ClientData, k_top: int):

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from commjax import compressors, federation
+from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.devices import host_clients
 from experiments.bench.ef_bv import best
 
 
@@ -43,14 +44,14 @@ def main(settings: Settings) -> dict[str, float]:
     pool = rng.standard_normal((256, settings.rows, settings.d)).astype(np.float32)
 
     def side(n: int):
-        many = [federation.start(algorithm, jnp.zeros(settings.d), n)]
+        many = [host_clients.start(algorithm, jnp.zeros(settings.d), n)]
 
         def fetch(ids):
             features = pool[ids % len(pool)]  # as a store on disk would answer
             return features, features[..., 0]
 
         def rounds():
-            many[0], metrics = federation.run(
+            many[0], metrics = host_clients.run(
                 jax.random.key(0), algorithm, hparams, many[0], fetch, settings.rounds, settings.cohort
             )
             return metrics

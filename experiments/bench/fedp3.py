@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from commjax import clients, local, plans
-from commjax.algorithms import fedavg, fedp3, submodels
+from commjax.algorithms import fedavg, fedp3
+from commjax.algorithms.fedp3 import plans, submodels
+from commjax.core import local, rounds
 from commjax.data.stacked import Examples
-from commjax.problems import layered, networks
+from commjax.models import layered, networks
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
     one_each = [[name, "ffc"] for name in names.names[:-1]]
     lower = plans.plan(names, [one_each[i % len(one_each)] for i in range(n)], settings.keep)
     made = {
-        "FedAvg": fedavg.fedavg(
-            jax.value_and_grad(problem.loss), sample, steps=settings.steps, over=clients.one_by_one
-        ),
+        "FedAvg": fedavg.fedavg(jax.value_and_grad(problem.loss), sample, steps=settings.steps, over=rounds.one_by_one),
         "FedP3, all layers": fedp3.fedp3(problem.loss, plans.everything(names, n), sample, steps=settings.steps),
         "FedP3, OPU3": fedp3.fedp3(
             problem.loss, plans.opu(names, n, 3, keep=settings.keep), sample, steps=settings.steps

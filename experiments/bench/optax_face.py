@@ -17,7 +17,8 @@ import numpy as np
 import optax
 import tyro
 
-from commjax import optax_face, tree
+from commjax.core import tree
+from commjax.integrations import optax as cj_optax
 from experiments import transformer
 from experiments.bench.ef_bv import best
 
@@ -61,7 +62,7 @@ def main(settings: Settings) -> dict[str, float]:
 
         return one, 1
 
-    mean = optax_face.ef_bv(optax_face.top_share(settings.share), 1, key, lam=1.0, nu=1.0)
+    mean = cj_optax.ef_bv(cj_optax.top_share(settings.share), 1, key, lam=1.0, nu=1.0)
     sides: dict[str, tuple[Callable[[], object], int]] = {
         "plain": side(optax.identity(), lambda grads: grads),
         "EF21, top": side(mean, lambda grads: jax.tree.map(lambda leaf: leaf[None], grads)),

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from commjax import clients, local, runner
 from commjax.algorithms import fedavg, scafflix
+from commjax.core import local, rounds, runner
 from commjax.data.stacked import ClientData, Examples
-from commjax.problems import logistic, networks
+from commjax.models import networks
+from commjax.problems import logistic
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def ours(settings: Settings) -> dict[str, tuple[float, float]]:
         jnp.full((n, rows), 1 / rows, jnp.float32),
     )  # fmt: skip
     found = {}
-    for name, patches, over in (("one by one", True, clients.one_by_one), ("vmap", True, jax.vmap)):
+    for name, patches, over in (("one by one", True, rounds.one_by_one), ("vmap", True, jax.vmap)):
         problem = networks.classification(networks.FedjaxCnn(patches=patches))
         params = problem.init(jax.random.key(0), data.inputs[0, :1])
         algorithm = fedavg.fedavg(

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import clustering, cohorts, runner
 from commjax.algorithms import local_gd, sppm_as
+from commjax.core import runner
 from commjax.problems import quadratic
 from commjax.prox import solvers
+from commjax.sampling import clustering, samplings
 from commjax.theory import sppm as theory
 from experiments import cohort_squeeze as experiment
 from experiments import tables
@@ -73,12 +74,12 @@ def distances(algorithm, hparams: list) -> np.ndarray:
 
 
 @cache
-def proximal() -> dict[str, tuple[cohorts.Sampling, np.ndarray]]:
+def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
     """SPPM-AS with an exact prox: three samplings, each for all of GAMMAS"""
     problem, clusters = ridge()
     n, b = len(problem.H), len(clusters)
     kinds = {
-        "stratified": cohorts.stratified(clusters), "nice": cohorts.nice(n, b), "block": cohorts.block_of(clusters, b),
+        "stratified": samplings.stratified(clusters), "nice": samplings.nice(n, b), "block": samplings.block_of(clusters, b),
     }  # fmt: skip
     hparams = [sppm_as.HParams(gamma, 1) for gamma in GAMMAS]
     return {
@@ -194,9 +195,9 @@ def nice_example() -> Claim:
     pairs = [np.array([0, 2]), np.array([1, 3])]
     best = clustering.optimal_stratified(a, 2)
     values = (
-        cohorts.stratified(pairs).variance(a),
-        cohorts.nice(4, 2).variance(a),
-        cohorts.stratified(best).variance(a),
+        samplings.stratified(pairs).variance(a),
+        samplings.nice(4, 2).variance(a),
+        samplings.stratified(best).variance(a),
     )
     good = np.allclose(values, (1 / 2, 1 / 3, 1 / 4))
     return Claim(

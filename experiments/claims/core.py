@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import compressors, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import runner
 from commjax.problems import quadratic
 from experiments.claims import Claim
 

@@ -18,7 +18,9 @@ warnings.simplefilter("ignore")
 import jax
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp
-from commjax import compressors, parallel, runner
+from commjax import compressors
+from commjax.devices import parallel
+from commjax.core import runner
 from commjax.algorithms import ef_bv
 from commjax.problems import quadratic
 

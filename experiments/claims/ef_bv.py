@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import compressors, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.compressors import wire
+from commjax.core import conventions, runner
 from commjax.data import partition
 from commjax.problems import logistic
 from commjax.theory import ef_bv as theory
@@ -149,7 +149,7 @@ def bits_are_not_free() -> Claim:
     emitted = 8 * len(compressor.encode(jax.random.key(1), x))
     return Claim(
         METHOD, "The number of bits sent is proportional to t k", "Fig. 2.2, L1199",
-        f"{wire.legacy_bits('32k', d, k):g} bits a message at d={d}, k={k}",
+        f"{conventions.legacy_bits('32k', d, k):g} bits a message at d={d}, k={k}",
         f"{emitted} bits leave the encoder: the position depends on the data and must be sent",
         *corrected(emitted == float(compressor.compress(jax.random.key(1), x).bits) > 32 * k, "E13"),
     )  # fmt: skip

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import layers, local, plans, runner
-from commjax.algorithms import aggregation, fedavg, fedp3, fedp3_wire
+from commjax.algorithms import fedavg, fedp3
+from commjax.algorithms.fedp3 import aggregation, layers, plans
+from commjax.algorithms.fedp3 import wire as fedp3_wire
+from commjax.core import local, runner
 from commjax.data.stacked import Examples
-from commjax.problems import layered, networks
+from commjax.models import layered, networks
 from experiments import fedp3 as experiment
 from experiments import plots
 from experiments.claims import Claim, corrected

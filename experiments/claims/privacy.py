@@ -2,7 +2,8 @@
 
 import jax
 
-from commjax import accounting, private_training
+from commjax.algorithms.fedp3 import private_training
+from commjax.privacy import accounting
 from experiments import fedp3_theory
 from experiments.claims import Claim, corrected
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax import runner
 from commjax.algorithms import flix, scafflix
+from commjax.core import runner
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
 from experiments import plots, scafflix_condition

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import compressors, exchange
+from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.compressors.envelope import HEADER_BYTES
+from commjax.federation import exchange
+from commjax.federation.envelope import HEADER_BYTES
 from commjax.problems import quadratic
 from experiments.claims import Claim
 
@@ -43,7 +44,7 @@ def wire_changes_nothing() -> Claim:
     return Claim(
         METHOD, "The wire does not change the result", "ours",
         "-", f"params differ from the simulation's by at most {gap:.1e} in {ROUNDS} rounds of {len(named)} compressors (bit for bit with one client "
-        f"a device, tests/core/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger {ledger:.0f}; envelopes, both ways, {header:.0f} more",
+        f"a device, tests/federation/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger {ledger:.0f}; envelopes, both ways, {header:.0f} more",
         "reproduced" if gap < 1e-12 and weighed == ledger else "differs",
     )  # fmt: skip
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import clients, local
 from commjax.algorithms import ditto, fedavg, fedprox, scaffold
+from commjax.core import local, rounds
 from commjax.problems import quadratic
 
 N, D, STEPS = 5, 4, 3
@@ -43,7 +43,7 @@ def members(t, cohort):
     if cohort is None:
         return np.arange(N)
     key = jax.random.fold_in(jax.random.fold_in(KEY, t), N)
-    return np.flatnonzero(clients.cohort_members(key, IDS, N, cohort))
+    return np.flatnonzero(rounds.cohort_members(key, IDS, N, cohort))
 
 
 def trained(i, x, stepsize, correction=lambda model: 0.0):
@@ -215,7 +215,7 @@ def test_the_rows_of_a_stochastic_step_are_drawn_anew_by_each_client_in_each_rou
 def test_one_client_after_another_is_all_at_once(name):
     hparams = {"fedavg": fedavg.HParams(0.3), "fedprox": fedprox.HParams(0.3, 0.1), "scaffold": scaffold.HParams(0.3)}
     hparams["ditto"] = ditto.HParams(0.3, 0.2, 0.1)
-    apart = MAKERS[name](value_and_grad, steps=STEPS, over=clients.one_by_one)
+    apart = MAKERS[name](value_and_grad, steps=STEPS, over=rounds.one_by_one)
     chex.assert_trees_all_close(
         trajectory(made(name), hparams[name], 2), trajectory(apart, hparams[name], 2), rtol=1e-12
     )

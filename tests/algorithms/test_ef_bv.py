@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from commjax import compressors as c
-from commjax import prox, runner
+from commjax import prox
 from commjax.algorithms import ef_bv
-from commjax.base import Constants
+from commjax.core import runner
+from commjax.core.base import Constants
 from commjax.data.libsvm import Dataset
 from commjax.data.stacked import stack
 from commjax.problems import logistic, quadratic

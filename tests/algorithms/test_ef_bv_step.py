@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from commjax import compressors as c
-from commjax import prox, runner
+from commjax import prox
 from commjax.algorithms import ef_bv
+from commjax.core import runner
 from commjax.problems import quadratic
 
 N, D = 3, 4

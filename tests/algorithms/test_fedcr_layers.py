@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import layers, plans
-from commjax.algorithms import fedcr, fedcr_layers, submodels
+from commjax.algorithms import fedcr
+from commjax.algorithms.fedcr import layers as fedcr_layers
+from commjax.algorithms.fedcr import method
+from commjax.algorithms.fedp3 import layers, plans, submodels
 from commjax.data.stacked import Examples
 
 N, ROWS, D, Z, CLASSES = 3, 4, 5, 2, 3
@@ -70,14 +72,14 @@ def test_a_layer_moves_by_the_mean_of_its_holders_and_stays_where_there_are_none
             a = largest(a)
         begin = {"body": {**pruned, "a": a}, "head": PARAMS["head"]}
         yes = {"body": {"a": i != 2, "b": False}, "head": True}
-        model, _ = fedcr.train(NETWORK, lambda key, data: data, 1, key, HPARAMS, start.server.classes, begin, data, yes)
+        model, _ = method.train(NETWORK, lambda key, data: data, 1, key, HPARAMS, start.server.classes, begin, data, yes)
         np.testing.assert_allclose(state.clients.head[i], model["head"], rtol=1e-10)
         np.testing.assert_array_equal(model["body"]["b"], pruned["b"])
-        experts.append(fedcr.experts_of(NETWORK, model, data))
+        experts.append(method.experts_of(NETWORK, model, data))
         moves.append(model["body"]["a"])
     np.testing.assert_allclose(state.server.params["body"]["a"], (moves[0] + moves[1]) / 2, rtol=1e-10)
     total = jax.tree.map(lambda *rows: sum(rows), *experts)
-    wanted = fedcr.known(HPARAMS, start.server.classes, total)
+    wanted = method.known(HPARAMS, start.server.classes, total)
     np.testing.assert_allclose(state.server.classes.mean, wanted.mean, rtol=1e-10)
     classes = 64 * 2 * CLASSES * Z
     bits = fedcr_layers.ledger(SOME, start.server)

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import clients, layers, local, plans, runner, tree
-from commjax.algorithms import aggregation, fedavg, fedp3, fedp3_wire, submodels
-from commjax.problems import layered, networks
+from commjax.algorithms import fedavg, fedp3
+from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
+from commjax.algorithms.fedp3 import wire as fedp3_wire
+from commjax.core import local, rounds, runner, tree
+from commjax.models import layered, networks
 from commjax.pruning import scores
 
 N, ROWS, WIDTHS = 4, 6, (5, 4, 3, 2)
@@ -88,7 +90,7 @@ def numpy_round(params, plan, steps, weight=lambda names: 1.0, train_others=None
     return out
 
 
-def played(plan_name="mixed", steps=2, over: Any = clients.one_by_one, **how):
+def played(plan_name="mixed", steps=2, over: Any = rounds.one_by_one, **how):
     plan = MIXED if plan_name == "mixed" else plans.everything(LAYERS, N)
     algorithm = fedp3.fedp3(loss, plan, steps=steps, over=over, **how)
     return jax.jit(algorithm.step)(KEY, fedp3.HParams(GAMMA), algorithm.init(PARAMS, IDS), DATA)
@@ -104,7 +106,7 @@ def close(found, wanted, rtol=1e-11):
 
 @pytest.mark.parametrize(
     "others, over",
-    [(others, clients.one_by_one) for others in ("frozen", "masked", "free")]
+    [(others, rounds.one_by_one) for others in ("frozen", "masked", "free")]
     + [("frozen", jax.vmap), ("masked", jax.vmap)],
 )
 def test_a_round_is_the_oracle_s(over, others):
@@ -125,7 +127,7 @@ def test_the_loss_is_that_of_the_deployed_models_at_the_start_of_the_round():
     np.testing.assert_allclose(metrics.loss, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("over, cohort", [(clients.one_by_one, None), (jax.vmap, 2)], ids=["branches", "vmap, cohort"])
+@pytest.mark.parametrize("over, cohort", [(rounds.one_by_one, None), (jax.vmap, 2)], ids=["branches", "vmap, cohort"])
 def test_all_layers_and_no_pruning_is_fedavg(over, cohort):
     sample = local.minibatch(3)
     plan = plans.everything(LAYERS, N)
@@ -158,7 +160,7 @@ def test_a_layer_whose_holders_are_not_in_the_cohort_keeps_its_value():
         key = jax.random.key(number)
         state, _ = step(key, fedp3.HParams(GAMMA), algorithm.init(PARAMS, IDS), DATA)
         draw = jax.random.fold_in(jax.random.fold_in(key, 0), N)
-        members = np.flatnonzero(clients.cohort_members(draw, IDS, N, 2))
+        members = np.flatnonzero(rounds.cohort_members(draw, IDS, N, 2))
         close(state.server.params, numpy_round(PARAMS, plan, 1, members=members))
         seen.add(0 in members)
     assert seen == {True, False}
@@ -587,7 +589,7 @@ def test_a_batch_larger_than_a_client_s_data_is_refused():
         local.check_batch(0, DATA)
 
 
-@pytest.mark.parametrize("over", [clients.one_by_one, jax.vmap], ids=["branches", "vmap"])
+@pytest.mark.parametrize("over", [rounds.one_by_one, jax.vmap], ids=["branches", "vmap"])
 def test_one_program_serves_plans_that_stand_one_beneath_the_other(over):
     several = plans.beneath([plans.everything(LAYERS, N), MIXED])
     algorithm = fedp3.fedp3(loss, several, steps=2, over=over)

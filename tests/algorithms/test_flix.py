@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import clients, local, runner
 from commjax.algorithms import flix
+from commjax.core import local, rounds, runner
 from commjax.problems import quadratic
 
 N, D = 5, 4
@@ -80,7 +80,7 @@ def test_a_cohort_takes_the_mean_over_its_members_and_pays_for_them():
     state = algorithm.init(START, IDS, optimum=OPTIMUM)
     for t in range(4):
         key = jax.random.fold_in(jax.random.fold_in(KEY, t), N)
-        member = np.asarray(clients.cohort_members(key, IDS, N, tau))
+        member = np.asarray(rounds.cohort_members(key, IDS, N, tau))
         x = np.asarray(state.server.params)
         state, metrics = algorithm.step(KEY, flix.HParams(0.4, ALPHA), state, DATA)
         wanted = x - 0.4 * mixed_gradients(ALPHA, x)[member].mean(0)

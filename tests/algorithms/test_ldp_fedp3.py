@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import accounting, privacy, private_training, runner
-from commjax.algorithms import ldp_fedp3, sketched
-from commjax.base import Message, Round, State
+from commjax.algorithms.fedp3 import ldp_fedp3, private_training, sketched
 from commjax.compressors import identity, perm_k
+from commjax.core import runner
+from commjax.core.base import Message, Round, State
+from commjax.privacy import accounting, mechanism
 from commjax.theory import ldp_fedp3 as theory
 
 N, M, D = 3, 5, 7
@@ -43,8 +44,8 @@ def test_a_round_is_that_of_the_oracle(clipped, padded):
     for i in range(N):
         m = int((WEIGHTS[i] > 0).sum()) if padded else M
         own = jax.random.fold_in(key, i)
-        came = np.asarray(privacy.poisson(sketched.use_key(own, 2), q, jnp.arange(M) < m))
-        noise = np.asarray(privacy.gaussian_like(sketched.use_key(own, 3), jnp.zeros(D)))
+        came = np.asarray(mechanism.poisson(sketched.use_key(own, 2), q, jnp.arange(M) < m))
+        noise = np.asarray(mechanism.gaussian_like(sketched.use_key(own, 3), jnp.zeros(D)))
         S = np.asarray(perm_k().compress(key, jnp.ones(D), i, N).value)
         total = np.zeros(D)
         for j in np.flatnonzero(came):
@@ -197,7 +198,7 @@ def test_a_capacity_that_is_never_reached_changes_nothing_and_a_small_one_drops_
     hparams = ldp_fedp3.HParams(0.1, 1.0, 0.0, 0.4)
     whole, _ = one_round(ldp_fedp3.ldp_fedp3(loss), hparams, np.ones(D), DATA)
     keys = [sketched.use_key(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), 2) for i in range(N)]
-    came = [int(privacy.poisson(key, 0.4, jnp.ones(M, bool)).sum()) for key in keys]
+    came = [int(mechanism.poisson(key, 0.4, jnp.ones(M, bool)).sum()) for key in keys]
     assert 1 < max(came) < M
     same, _ = one_round(ldp_fedp3.ldp_fedp3(loss, capacity=max(came)), hparams, np.ones(D), DATA)
     fewer, _ = one_round(ldp_fedp3.ldp_fedp3(loss, capacity=max(came) - 1), hparams, np.ones(D), DATA)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import clients, local, runner
-from commjax.algorithms import flix, scafflix, scafflix_round
-from commjax.base import State
+from commjax.algorithms import flix, scafflix
+from commjax.algorithms.scafflix import communication
+from commjax.core import local, rounds, runner
+from commjax.core.base import State
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
 
@@ -63,7 +64,7 @@ def begin(algorithm, **per_client):
 
 def toss(monkeypatch, coins):
     """From now on the coin of iteration t is coins[t]."""
-    monkeypatch.setattr(scafflix_round, "coin", lambda key, p, t: jnp.asarray(coins, bool)[t])
+    monkeypatch.setattr(communication, "coin", lambda key, p, t: jnp.asarray(coins, bool)[t])
 
 
 def own_models(hparams, state):
@@ -166,9 +167,9 @@ def test_both_faces_follow_the_thesiss_box_for_given_coins(monkeypatch, cohort):
     toss(monkeypatch, COINS)
     gamma, p = 0.7 / L, 0.4
     hparams = scafflix.hparams(gamma, ALPHA, p)
-    draw = scafflix_round.keys_of(KEY).cohort
+    draw = communication.keys_of(KEY).cohort
     members = cohort and [
-        np.asarray(clients.cohort_members(jax.random.fold_in(draw, c), IDS, N, cohort)) for c in range(sum(COINS))
+        np.asarray(rounds.cohort_members(jax.random.fold_in(draw, c), IDS, N, cohort)) for c in range(sum(COINS))
     ]
     one, each = (make(value_and_grad, cohort=cohort) for make in (scafflix.scafflix, scafflix.iterations))
     state = begin(each)
@@ -239,14 +240,14 @@ def test_stochastic_gradients_differ_between_iterations_and_clients():
         return data
 
     scafflix.iterations(value_and_grad, look)  # the sampler is called with the keys of (iteration, client)
-    rows = scafflix_round.keys_of(KEY).rows
+    rows = communication.keys_of(KEY).rows
     state, hparams = begin(scafflix.iterations(value_and_grad)), scafflix.hparams(0.1, ALPHA, 0.5)
     drawn = []
     for t in range(3):
         for i in range(N):
             client = jax.tree.map(lambda leaf, i=i: leaf[i], state.clients)
             data = jax.tree.map(lambda leaf, i=i: leaf[i], DATA)
-            scafflix_round.local_step(value_and_grad, look, rows, hparams, START, client, data, t)
+            communication.local_step(value_and_grad, look, rows, hparams, START, client, data, t)
             drawn.append(jax.random.key_data(seen[-1]).tolist())
     assert len({tuple(one) for one in drawn}) == 3 * N
 
@@ -265,7 +266,7 @@ def test_with_nothing_tuned_it_reaches_the_minimiser_of_the_flix_objective():
 
 def test_the_work_of_one_client_after_another_is_that_of_all_at_once():
     hparams = scafflix.theoretical(L, MU, ALPHA)
-    together, apart = made(scafflix.scafflix), scafflix.scafflix(value_and_grad, over=clients.one_by_one)
+    together, apart = made(scafflix.scafflix), scafflix.scafflix(value_and_grad, over=rounds.one_by_one)
     chex.assert_trees_all_close(run(together, hparams, 10), run(apart, hparams, 10), rtol=1e-10)
 
 
@@ -332,8 +333,8 @@ def test_the_sum_of_alpha_h_stays_0_and_the_method_reaches_the_minimiser(cohort,
     hparams = scafflix.theoretical(L, MU, alpha)
     algorithm = made(scafflix.scafflix, cohort)
     state = begin(algorithm)
-    for rounds in (1, 20, 1200):
-        state, _ = run(algorithm, hparams, rounds, state)
+    for num_rounds in (1, 20, 1200):
+        state, _ = run(algorithm, hparams, num_rounds, state)
         np.testing.assert_allclose(alpha @ np.asarray(state.clients.shift), 0, atol=2e-13)
     assert np.abs(state.clients.shift).max() > 0.1
     np.testing.assert_allclose(state.server.params, best(alpha), atol=1e-10)
@@ -345,8 +346,8 @@ def test_who_is_not_in_the_cohort_is_frozen(make):
     hparams, state = scafflix.theoretical(L, MU, ALPHA), begin(algorithm)
     moved = []
     for _ in range(10):
-        draw = jax.random.fold_in(scafflix_round.keys_of(KEY).cohort, state.server.communications)
-        member = np.asarray(clients.cohort_members(draw, IDS, N, tau))
+        draw = jax.random.fold_in(communication.keys_of(KEY).cohort, state.server.communications)
+        member = np.asarray(rounds.cohort_members(draw, IDS, N, tau))
         before, (state, _) = state, stepper(algorithm)(KEY, hparams, state, DATA)
         fields = ("shift",) if make is scafflix.scafflix else ("shift", "drift")
         for field in fields:
@@ -367,12 +368,12 @@ def test_with_full_participation_model_goes_up_and_down_once_a_communication():
 
 
 def test_the_bits_of_a_cohort_are_a_recount_over_its_members():
-    tau, rounds = 2, 30
-    _, metrics = run(made(scafflix.scafflix, tau), scafflix.theoretical(L, MU, ALPHA), rounds)
-    draw = scafflix_round.keys_of(KEY).cohort
+    tau, num_rounds = 2, 30
+    _, metrics = run(made(scafflix.scafflix, tau), scafflix.theoretical(L, MU, ALPHA), num_rounds)
+    draw = communication.keys_of(KEY).cohort
     knows = set(range(N))  # who has the server's present model: at the start all
-    for r in range(rounds):
-        member = clients.cohort_members(jax.random.fold_in(draw, r), IDS, N, tau)
+    for r in range(num_rounds):
+        member = rounds.cohort_members(jax.random.fold_in(draw, r), IDS, N, tau)
         S = set(np.flatnonzero(member).tolist())
         told = len(S - knows) + len(S)  # the model to start from, where it is not known, and the new one
         assert metrics.bits_up[r] == pytest.approx(len(S) * 64 * D / N)
@@ -394,7 +395,7 @@ def test_the_number_of_local_steps_is_geometric_with_mean_1_over_p(p):
 
 
 def test_no_probability_makes_a_program_that_does_not_end(monkeypatch):
-    monkeypatch.setattr(scafflix_round, "MOST_STEPS", 50)
+    monkeypatch.setattr(communication, "MOST_STEPS", 50)
     _, metrics = run(scafflix.scafflix(value_and_grad), scafflix.hparams(0.1, ALPHA, 1e-9), 2)
     assert metrics.iterations.tolist() == [51, 51]
 

@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import cohorts, parallel, runner
 from commjax.algorithms import averaged_prox, local_gd, sppm_as
+from commjax.core import runner
 from commjax.data import stacked
 from commjax.data.stacked import ClientData
+from commjax.devices import parallel
 from commjax.problems import logistic, quadratic
-from commjax.prox import cohort, quasi_newton, solvers
+from commjax.prox import cohort, solvers
+from commjax.prox.solvers import quasi_newton
+from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 
 N, D = 8, 4
@@ -48,7 +51,7 @@ def after(algorithm, hparams, rounds=1, ids=None, data=DATA):
 
 
 SAMPLINGS = {
-    "stratified": cohorts.stratified(CLUSTERS), "block": cohorts.block(CLUSTERS), "nice": cohorts.nice(N, 3), "full": cohorts.full(N),
+    "stratified": samplings.stratified(CLUSTERS), "block": samplings.block(CLUSTERS), "nice": samplings.nice(N, 3), "full": samplings.full(N),
 }  # fmt: skip
 
 
@@ -170,17 +173,19 @@ def test_one_members_breakdown_is_reported_by_the_averaged_proxes():
     data = DATA._replace(c=DATA.c.at[5, 1].set(1000.0))
     hparams = averaged_prox.HParams(2.0, 2, 1e-9, most=20)
     for sampling, code in (
-        (cohorts.full(N), solvers.BROKE_DOWN),
-        (cohorts.nonuniform(np.eye(N)[0] * 0.992 + 0.001), solvers.CONVERGED),
+        (samplings.full(N), solvers.BROKE_DOWN),
+        (samplings.nonuniform(np.eye(N)[0] * 0.992 + 0.001), solvers.CONVERGED),
     ):
         algorithm = averaged_prox.fedprox_sppm_as(saddle, sampling, newton)
         _, metrics = after(algorithm, hparams, data=data)
         assert metrics.code == code and (metrics.residual > 1e-9) == (code == solvers.BROKE_DOWN)
-    step = parallel.shard_step(averaged_prox.fedprox_sppm_as(saddle, cohorts.full(N), newton), parallel.client_mesh(4))
+    step = parallel.shard_step(
+        averaged_prox.fedprox_sppm_as(saddle, samplings.full(N), newton), parallel.client_mesh(4)
+    )
     _, metrics = step(KEY, hparams, sppm_as.init(START, jnp.arange(N)), data)
     assert metrics.code == solvers.BROKE_DOWN
     short = averaged_prox.fedprox_sppm_as(
-        quadratic.loss, cohorts.full(N), lambda hparams: solvers.gradient_descent(5.0)
+        quadratic.loss, samplings.full(N), lambda hparams: solvers.gradient_descent(5.0)
     )
     assert after(short, hparams)[1].code == solvers.OUT_OF_BUDGET
 
@@ -250,7 +255,7 @@ def test_pooling_the_rows_of_a_cohort_changes_nothing(name):
 
 
 def test_bad_input_is_refused():
-    algorithm = sppm_as.sppm_as(quadratic.loss, cohorts.nice(5, 2), newton)
+    algorithm = sppm_as.sppm_as(quadratic.loss, samplings.nice(5, 2), newton)
     with pytest.raises(ValueError, match="sampling is over 5 clients, the state has 8"):
         after(algorithm, EXACT)
     for bad, message in (((0.0, 3), "gamma=0.0"), ((1.0, 0), "rounds=0"), ((1.0, 1, -1.0), "tolerance=-1.0")):
@@ -318,16 +323,16 @@ def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():
     L_i = np.linalg.eigvalsh(PROBLEM.H)[:, -1]
     n, tau = N, 3
     expected = n * (tau - 1) / (tau * (n - 1)) * L_i.mean() + (n - tau) / (tau * (n - 1)) * L_i.max()
-    single, many = (local_gd.theoretical(cohorts.nice(n, tau), L_i, steps) for steps in (1, 5))
+    single, many = (local_gd.theoretical(samplings.nice(n, tau), L_i, steps) for steps in (1, 5))
     assert single.stepsize == pytest.approx(1 / (2 * expected)) and single.steps == 1
     assert many.stepsize == pytest.approx(1 / (32 * L_i.max())) and many.steps == 5
-    assert local_gd.theoretical(cohorts.full(n), L_i).stepsize == pytest.approx(1 / (2 * L_i.mean()))
-    assert local_gd.theoretical(cohorts.full(n), L_i, 2).stepsize == pytest.approx(1 / (8 * L_i.max()))
+    assert local_gd.theoretical(samplings.full(n), L_i).stepsize == pytest.approx(1 / (2 * L_i.mean()))
+    assert local_gd.theoretical(samplings.full(n), L_i, 2).stepsize == pytest.approx(1 / (8 * L_i.max()))
     # E |x+ - x*|^2 <= (1 - s mu) |x - x*|^2 + 2 s^2 sigma^2 over all cohorts (Gower et al. 2019, Thm 3.1)
     for sampling in (
-        cohorts.nice(n, tau),
-        cohorts.block(np.arange(n).reshape(4, 2)),
-        cohorts.stratified(np.arange(n).reshape(4, 2)),
+        samplings.nice(n, tau),
+        samplings.block(np.arange(n).reshape(4, 2)),
+        samplings.stratified(np.arange(n).reshape(4, 2)),
     ):
         s = local_gd.theoretical(sampling, L_i).stepsize
         x_star = quadratic.optimum(PROBLEM).params
@@ -337,14 +342,14 @@ def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():
         mu = np.linalg.eigvalsh(PROBLEM.H.mean(axis=0))[0]
         assert left <= (1 - s * mu) * np.sum((x - x_star) ** 2) + 2 * s**2 * sampling.variance(a)
     with pytest.raises(ValueError, match="unequal shares"):
-        local_gd.theoretical(cohorts.stratified(CLUSTERS), L_i)
+        local_gd.theoretical(samplings.stratified(CLUSTERS), L_i)
     with pytest.raises(ValueError, match="steps=0; allowed"):
-        local_gd.theoretical(cohorts.full(n), L_i, 0)
+        local_gd.theoretical(samplings.full(n), L_i, 0)
 
 
 def test_residuals_certify_prox_errors_that_keep_the_inexact_bound():
     """The residual of every round -> b of squared_prox_error -> inexact_bound: E |x_T - x*|^2 over 200 runs stays under it."""
-    sampling, gamma, T = cohorts.stratified(np.arange(N).reshape(4, 2)), 0.5, 6
+    sampling, gamma, T = samplings.stratified(np.arange(N).reshape(4, 2)), 0.5, 6
     algorithm = sppm_as.sppm_as(
         quadratic.loss, sampling, lambda hparams: solvers.gradient_descent(3.0 + 1 / hparams.gamma)
     )
@@ -389,7 +394,7 @@ def test_solvers_whose_clients_are_sent_more_vectors_pay_for_them(hubs, both):
 def test_memory_grows_with_the_cohort_and_not_with_the_number_of_clients():
     def working_memory(n, tau, K=EXACT.rounds):
         data = jax.tree.map(jnp.asarray, quadratic.random(0, n, 16, mu=0.5, L=2.0))
-        algorithm = sppm_as.sppm_as(quadratic.loss, cohorts.nice(n, tau), lambda hparams: quasi_newton.bfgs(10))
+        algorithm = sppm_as.sppm_as(quadratic.loss, samplings.nice(n, tau), lambda hparams: quasi_newton.bfgs(10))
         state = algorithm.init(jnp.ones(16), jnp.arange(n))
         compiled = jax.jit(algorithm.step).lower(KEY, EXACT._replace(rounds=K), state, data).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from commjax.compressors import comp, dithering, leafwise, m_nice, mix, rand_k, scaled, ternary, top_k, wire
+from commjax.core import conventions
 
 KEY, X = jax.random.key(0), jnp.ones(4)
 
@@ -105,7 +106,7 @@ def test_a_client_that_does_not_take_part_sends_nothing():
 
 def test_an_unknown_convention_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"^convention must be one of \['32k', .*'d\+32k'\], got '31k'$"):
-        wire.legacy_bits("31k", 10, 1)
+        conventions.legacy_bits("31k", 10, 1)
 
 
 def test_fields_of_the_wrong_length_are_refused_with_both_lengths():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.base import Constants, Message
 from commjax.compressors import (
     ViolatedConstantError,
     certify,
@@ -21,6 +20,7 @@ from commjax.compressors import (
     top_k,
 )
 from commjax.compressors.certify import _bounds, trial_vectors
+from commjax.core.base import Constants, Message
 from tests.compressors.zoo import WITH_LAW, ZOO, moments, sizes
 
 METHODS = pytest.mark.parametrize("limit", [6, 0], ids=["enumeration", "sampling"])

@@ -9,17 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.compressors import (
-    comp,
-    m_nice,
-    mix,
-    natural,
-    perm_k,
-    rand_k,
-    scaled,
-    scaled_sign,
-    top_k,
-)
+from commjax.compressors import comp, m_nice, mix, natural, perm_k, rand_k, scaled, scaled_sign, top_k
 from commjax.theory.ef_bv import best_scaling, one_minus_r
 from tests.compressors.zoo import WITH_LAW, centred, cloud, moments, sizes
 

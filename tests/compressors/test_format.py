@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.base import Message
 from commjax.compressors import WireFormatError, certify, check, perm_k, rand_k, top_k
+from commjax.core.base import Message
 from tests.compressors.zoo import ZOO
 
 

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commjax import layers, plans
-from commjax.algorithms import fedp3_wire, submodels
-from commjax.compressors import envelope, top_k, wire
-from commjax.compressors.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
+from commjax.algorithms.fedp3 import layers, plans, submodels
+from commjax.algorithms.fedp3 import wire as fedp3_wire
+from commjax.compressors import top_k, wire
+from commjax.federation import envelope
+from commjax.federation.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
 from tests.compressors.zoo import ZOO, cloud
 
 D, N, TRIALS = 12, 3, 10_000

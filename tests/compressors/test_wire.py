@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from commjax.compressors import comp, identity, leafwise, m_nice, perm_k, rand_k, scaled_sign, top_k, wire
 from commjax.compressors.joint import _block
+from commjax.core import conventions
 from tests.compressors.zoo import ZOO, cloud
 
 D, N = 12, 3
@@ -227,8 +228,8 @@ def test_the_price_of_the_example_is_that_of_the_conventions():
         "96k": 1_596_864,
         "d+32k": 2_195_658,
     }
-    assert {name: wire.legacy_bits(name, d, k) for name in wire.LEGACY} == table
-    assert wire.legacy_bits("32k", d, 1.5) == 48
+    assert {name: conventions.legacy_bits(name, d, k) for name in conventions.LEGACY} == table
+    assert conventions.legacy_bits("32k", d, 1.5) == 48
 
 
 def test_the_floor_is_the_logarithm_of_the_number_of_sets():

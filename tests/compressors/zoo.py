@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.base import Compressor
 from commjax.compressors import (
     comp,
     dithering,
@@ -21,6 +20,7 @@ from commjax.compressors import (
     ternary,
     top_k,
 )
+from commjax.core.base import Compressor
 
 INF = float("inf")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import checkpoint, runner
-from commjax.base import State
+from commjax.core import checkpoint, runner
+from commjax.core.base import State
 from tests import registry
 from tests.registry import build
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from commjax import parallel, runner
+from commjax.core import runner
+from commjax.devices import parallel
 from tests import registry
 from tests.conformance.test_algorithms import KEY, close, trajectory
 from tests.registry import build

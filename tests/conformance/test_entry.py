@@ -13,9 +13,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from commjax import algorithms, checks, federation, parallel, runner
+from commjax import algorithms
 from commjax.algorithms import ef_bv, fedavg, scafflix
-from commjax.base import Algorithm, State
+from commjax.core import checks, runner
+from commjax.core.base import Algorithm, State
+from commjax.devices import host_clients, parallel
 from tests import registry
 from tests.registry import build
 
@@ -146,12 +148,12 @@ def test_raw_hparams_are_validated(name, change, message):
 
 def test_a_federation_and_a_method_without_a_spec_are_checked_as_far_as_possible():
     algorithm = fedavg.fedavg(registry.VALUE_AND_GRAD, steps=1, cohort=2)
-    many = federation.start(algorithm, jnp.ones(registry.D), 4)
+    many = host_clients.start(algorithm, jnp.ones(registry.D), 4)
 
     good = fedavg.HParams(0.1)
 
     def run(key=KEY, hparams=good, rounds=1, many=many):
-        return federation.run(key, algorithm, hparams, many, lambda ids: None, rounds)
+        return host_clients.run(key, algorithm, hparams, many, lambda ids: None, rounds)
 
     with pytest.raises(TypeError, match=r"hparams must be fedavg.HParams\(stepsize, server\), got scafflix.HParams"):
         run(hparams=scafflix.HParams(0.1, 1.0, 1.0))
@@ -161,5 +163,5 @@ def test_a_federation_and_a_method_without_a_spec_are_checked_as_far_as_possible
         run(key=0)
     other = ef_bv.ef_bv(registry.VALUE_AND_GRAD, registry.COMPRESSORS["comp"])
     with pytest.raises(TypeError, match=r"state.server must be fedavg.Server\(round, params\), got ef_bv.Server"):
-        run(many=federation.start(other, jnp.ones(registry.D), 4))
+        run(many=host_clients.start(other, jnp.ones(registry.D), 4))
     checks.hparams_of(algorithm._replace(spec=None), {"anything": 1}, 4)

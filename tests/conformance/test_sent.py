@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import base, compressors, optax_face, parallel, runner
-from commjax.algorithms import ef_bv, sketched
+from commjax import compressors
+from commjax.algorithms import ef_bv
+from commjax.algorithms.fedp3 import sketched
+from commjax.core import base, runner
 from commjax.data import embedded, partition, stacked
 from commjax.data.stacked import ClientData
+from commjax.devices import parallel
+from commjax.integrations import optax as cj_optax
 from commjax.problems import constants, logistic
 
 N, ROWS, D, ROUNDS = 37, 20, 123, 8
@@ -136,7 +140,7 @@ def test_a_sketched_round_and_an_optax_step_send_likewise(dtype):
     check_report(compressor, None, *reports)
     reports.clear()
 
-    aggregate = optax_face.ef_bv(reporting(compressor, reports), N, jax.random.key(5), lam=1.0, nu=1.0)
+    aggregate = cj_optax.ef_bv(reporting(compressor, reports), N, jax.random.key(5), lam=1.0, nu=1.0)
 
     @jax.jit
     def update(x, state, data):

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax import checkpoint, compressors, distributed, federation, parallel, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import checkpoint, runner
+from commjax.devices import distributed, host_clients, parallel
 from commjax.problems import quadratic
 
 D, N = 6, 4
@@ -81,19 +83,19 @@ def mesh(folder, rounds):
     return distributed.gathered(state, N), record.metrics
 
 
-def host_clients(folder, rounds):
+def on_host(folder, rounds):
     def fetch(ids):
         return ids[:, None] * np.ones(D)
 
     gradient = ef_bv.ef_bv(lambda x, data: (jnp.sum((x - data) ** 2), 2 * (x - data)), compressors.top_k(2))
-    use = federation.reopen if (folder / "rows" / "server.safetensors").exists() else federation.start
+    use = host_clients.reopen if (folder / "rows" / "server.safetensors").exists() else host_clients.start
     many = use(gradient, jnp.ones(D), 50, folder / "rows")
     hparams = ef_bv.HParams(0.01, 0.1, 0.5)
-    many, _ = federation.run(jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), 20)
+    many, _ = host_clients.run(jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), 20)
     return many.server, many.rows
 
 
-JOBS = {"loop": loop, "sweep": sweep, "mesh": mesh, "federation": host_clients}
+JOBS = {"loop": loop, "sweep": sweep, "mesh": mesh, "federation": on_host}
 FILES = {"federation": "rows/server.safetensors"}
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as to_bytes
 
-from commjax import checkpoint
-from commjax.base import State
-from commjax.checkpoint import CheckpointError
+from commjax.core import checkpoint
+from commjax.core.base import State
+from commjax.core.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"loss": np.array([1.0, 0.1 + 0.2]), "eval/accuracy": np.array([[0.5, np.nan], [1e-300, -0.0]])}
@@ -278,7 +278,7 @@ def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_pat
         assert not living.exists()
 
 
-LOCKED = "from commjax import checkpoint; import sys, time\nwith checkpoint.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
+LOCKED = "from commjax.core import checkpoint; import sys, time\nwith checkpoint.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_path):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import local
+from commjax.core import local
 
 KEY = jax.random.key(1)
 

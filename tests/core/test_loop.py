@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import checkpoint as checkpoints
-from commjax import compressors, parallel, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import checkpoint as checkpoints
+from commjax.core import runner
+from commjax.devices import parallel
 from tests import registry
 from tests.registry import build
 

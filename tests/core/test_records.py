@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from commjax.algorithms.ef_bv import HParams
-from commjax.compressors import wire
-from commjax.records import Record, environment, plot_records
+from commjax.core import conventions
+from commjax.core.records import Record, environment, plot_records
 
 CONFIG = {
     "d": 112,
@@ -39,10 +39,10 @@ def test_bits_add_up_exactly_where_float32_would_be_far_off():
     assert abs(int(narrow) - exact) > 10**6
 
 
-@pytest.mark.parametrize("convention", wire.LEGACY)
+@pytest.mark.parametrize("convention", conventions.LEGACY)
 def test_other_conventions_charge_the_same_for_every_round_and_nothing_for_the_start(convention):
     found = record(bits_init=7.0).bits_up(convention)
-    np.testing.assert_array_equal(found, wire.legacy_bits(convention, 112, 2.0) * np.arange(4))
+    np.testing.assert_array_equal(found, conventions.legacy_bits(convention, 112, 2.0) * np.arange(4))
     assert found[1] > 0
 
 

@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
-from commjax import clients, compressors, federation, parallel, robust, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv, fedavg, scaffold
+from commjax.core import robust, rounds, runner
+from commjax.devices import host_clients, parallel
 from commjax.problems import quadratic
 from tests.registry import PROBLEM, VALUE_AND_GRAD, D, N, cast, start
 
@@ -63,20 +65,20 @@ def test_messages_that_are_not_finite_or_absurd_are_left_out_with_their_losses()
     rows = np.concatenate([ROWS["w"][:5], np.full((4, 4, 2), 1.0)])
     rows[5, 0, 0], rows[6, 1, 1], rows[7, 2, 0] = np.nan, -np.inf, 1e300
     losses = jnp.asarray([1.0] * 5 + [np.nan, np.inf, 5.0, 2.0])
-    value, loss = clients.reduced(robust.median(), jnp.asarray(rows), losses)
+    value, loss = rounds.reduced(robust.median(), jnp.asarray(rows), losses)
     np.testing.assert_allclose(value, np.median(rows[[0, 1, 2, 3, 4, 8]], axis=0), rtol=1e-14)
     assert loss == pytest.approx(7 / 6)
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 1.844e19), ("bfloat16", 1.844e19), ("float64", 1.340e154), ("float16", 65504)])  # fmt: skip
 def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype(dtype, most):
-    assert clients.largest(jnp.dtype(dtype)) == pytest.approx(most, rel=1e-3)
-    fine = jnp.asarray([0.99 * clients.largest(jnp.dtype(dtype)), -1.0], dtype)
-    assert clients.acceptable({"a": fine, "count": jnp.ones((), jnp.int32)})
+    assert rounds.largest(jnp.dtype(dtype)) == pytest.approx(most, rel=1e-3)
+    fine = jnp.asarray([0.99 * rounds.largest(jnp.dtype(dtype)), -1.0], dtype)
+    assert rounds.acceptable({"a": fine, "count": jnp.ones((), jnp.int32)})
     if dtype != "float16":
-        assert not clients.acceptable({"a": fine * 2})
+        assert not rounds.acceptable({"a": fine * 2})
         assert np.isfinite(np.square(np.asarray(fine, "float64" if dtype == "float64" else "float32"))).all()
-    assert not clients.acceptable(fine.at[1].set(jnp.nan)) and not clients.acceptable(fine.at[1].set(-jnp.inf))
+    assert not rounds.acceptable(fine.at[1].set(jnp.nan)) and not rounds.acceptable(fine.at[1].set(-jnp.inf))
 
 
 @pytest.mark.parametrize("n, devices", [(8, 4), (7, 4)])  # 7: the last row fills up a device and is no client
@@ -87,7 +89,7 @@ def test_rows_of_all_devices_are_reduced_and_rows_that_fill_up_do_not_count(n, d
     mesh = jax.make_mesh((devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
     def reduced(rows, losses):
-        return clients.reduced(robust.trimmed_mean(0.2), rows, losses, axis)
+        return rounds.reduced(robust.trimmed_mean(0.2), rows, losses, axis)
 
     found, loss = jax.shard_map(reduced, mesh=mesh, in_specs=(P(axis), P(axis)), out_specs=P())(
         jnp.asarray(rows), jnp.arange(8.0)
@@ -124,8 +126,8 @@ def test_a_method_with_a_robust_reducer_stays_with_the_honest_clients_on_any_num
 def test_a_federation_of_few_at_a_time_leaves_wrong_messages_out():
     algorithm = scaffold.scaffold(VALUE_AND_GRAD, steps=2, cohort=6, reduce=robust.median())
     data = jax.tree.map(np.asarray, with_wrong_clients("nan"))
-    many = federation.start(algorithm, start(jnp.float64), N)
-    many, metrics = federation.run(
+    many = host_clients.start(algorithm, start(jnp.float64), N)
+    many, metrics = host_clients.run(
         KEY, algorithm, scaffold.HParams(0.1), many, lambda ids: jax.tree.map(lambda leaf: leaf[ids], data), 4
     )
     assert np.isfinite(many.server.params).all() and np.isfinite(metrics.loss).all()
@@ -135,9 +137,9 @@ def test_a_reducer_where_silence_is_a_message_of_zeros_is_refused():
     with pytest.raises(ValueError, match=r"reduce=median: under 3-nice clients that are not drawn send 0"):
         ef_bv.ef_bv(VALUE_AND_GRAD, compressors.m_nice(3), reduce=robust.median())
     algorithm = ef_bv.ef_bv(VALUE_AND_GRAD, compressors.identity(), reduce=robust.median())
-    many = federation.start(algorithm, start(jnp.float64), N)
+    many = host_clients.start(algorithm, start(jnp.float64), N)
     with pytest.raises(ValueError, match=r"median of a cohort of the compressor would not count the absent clients"):
-        federation.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, lambda ids: None, 1, 3)
+        host_clients.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, lambda ids: None, 1, 3)
 
 
 def test_the_mean_is_the_default_and_a_trimmed_mean_of_nothing_is_the_mean():

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import compressors, runner
+from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import runner
 from commjax.data.stacked import ClientData
 from commjax.problems import logistic, quadratic
 from tests.registry import build

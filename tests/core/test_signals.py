@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from commjax import checkpoint, signals
+from commjax.core import checkpoint, signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +139,7 @@ def test_waiting_for_a_program_ends_when_it_is_ready():
 
 CHILD = """
 import os, signal, time
-from commjax import signals
+from commjax.core import signals
 with signals.deferred() as waiting:
     if child := os.fork():
         time.sleep(0.2)
@@ -195,7 +195,7 @@ def test_a_job_is_saved_says_so_and_ends_with_the_usual_status(tmp_path, job, nu
 SLOW = """
 import sys
 import jax, jax.numpy as jnp
-from commjax import checkpoint
+from commjax.core import checkpoint
 work = jax.jit(lambda x: jax.lax.fori_loop(0, 2**30, lambda i, x: jnp.tanh(x @ x), x))
 with checkpoint.writing(sys.argv[1]) as waiting:
     result = work(jnp.ones((200, 200)))

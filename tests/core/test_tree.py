@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commjax import tree
+from commjax.core import tree
 
 number = st.floats(-1e3, 1e3, width=32)
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, max_side=4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commjax import runner
+from commjax.core import runner
 from commjax.data import libsvm, partition, stacked
 from commjax.problems import logistic
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.records import Record
+from commjax.core.records import Record
 from experiments import cohort_squeeze, cohort_squeeze_grid, cohort_squeeze_networks
 from experiments.bench import cohort_squeeze as bench
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.records import Record
+from commjax.core.records import Record
 from experiments import ef_bv, ef_bv_table
 from experiments.claims import ef_bv as claims
 

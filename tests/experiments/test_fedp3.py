@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import plans
 from commjax.algorithms import fedp3 as algorithms
+from commjax.algorithms.fedp3 import plans
+from commjax.core.records import Record
+from commjax.core.runner import DivergedError
 from commjax.data import cifar
-from commjax.records import Record
-from commjax.runner import DivergedError
 from experiments import fedp3, fedp3_plans, fedp3_runs, fedp3_task
 from experiments.bench import fedp3 as bench
 from experiments.claims import fedp3 as claims

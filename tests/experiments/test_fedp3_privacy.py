@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax import accounting
-from commjax.records import Record
+from commjax.core.records import Record
+from commjax.privacy import accounting
 from experiments import fedp3_privacy as driver
 from experiments import fedp3_theory
 from experiments.claims import privacy as claims

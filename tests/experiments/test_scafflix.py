@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from commjax.core.records import Record
 from commjax.data import stacked
 from commjax.problems import logistic, quadratic
-from commjax.records import Record
 from experiments import scafflix, scafflix_condition, scafflix_networks, scafflix_problem, tables
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from commjax import llm
-from commjax.llm import base, config, flax_face, layers, llama, opt
+from commjax.integrations import flax as cj_flax
+from commjax.llm import base, config, layers, llama, opt
 from tests.llm import tiny
 
 
@@ -88,19 +89,19 @@ def test_random_weights_are_as_transformers_begins(case):
 @pytest.mark.parametrize("case", ["llama tied", "opt projections"])
 def test_flax_holds_the_same_kernels(case, tmp_path):
     model, params = llm.load(tiny.golden(tmp_path / "model", case))
-    module, tokens = flax_face.CausalLM(model.config), jnp.asarray(tiny.tokens(case))
-    variables = flax_face.variables(params)
+    module, tokens = cj_flax.CausalLM(model.config), jnp.asarray(tiny.tokens(case))
+    variables = cj_flax.variables(params)
     np.testing.assert_allclose(jnp.asarray(module.apply(variables, tokens)), tiny.logits(case), rtol=0, atol=2e-5)
     drawn = module.init(jax.random.key(0), tokens)
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, variables)
-    back = flax_face.params(variables)
+    back = cj_flax.params(variables)
     assert back.outer is params.outer and all(a is b for a, b in zip(back.blocks, params.blocks))
     assert len(back.blocks) == 2
 
 
 def test_flax_trains_and_the_result_can_be_saved(tmp_path):
     small = config.from_json(tiny.CASES["llama tied"])
-    module, tokens = flax_face.CausalLM(small, jnp.float32), jnp.asarray(tiny.tokens("llama tied"))
+    module, tokens = cj_flax.CausalLM(small, jnp.float32), jnp.asarray(tiny.tokens("llama tied"))
     variables = module.init(jax.random.key(0), tokens)
 
     def loss(variables):
@@ -112,6 +113,6 @@ def test_flax_trains_and_the_result_can_be_saved(tmp_path):
     for _ in range(5):
         variables = step(variables)
     assert float(loss(variables)) < before - 0.05
-    llm.save(tmp_path / "trained", llm.model(small), flax_face.params(variables))
+    llm.save(tmp_path / "trained", llm.model(small), cj_flax.params(variables))
     model, params = llm.load(tmp_path / "trained")
     np.testing.assert_array_equal(base.forward(model, params, tokens), jnp.asarray(module.apply(variables, tokens)))

@@ -11,8 +11,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from commjax.problems import quadratic
-from commjax.prox import adaptive, cohort, federated, solvers
-from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
+from commjax.prox import cohort, solvers
+from commjax.prox.solvers import adaptive, federated
+from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 
 jit = jax.jit
 

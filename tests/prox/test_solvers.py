@@ -11,8 +11,9 @@ import pytest
 import scipy.optimize
 
 from commjax.problems import quadratic
-from commjax.prox import cohort, quasi_newton, solvers
-from commjax.prox.solvers import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
+from commjax.prox import cohort, solvers
+from commjax.prox.solvers import quasi_newton
+from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED, OUT_OF_BUDGET, Oracle
 from commjax.theory import sppm as theory
 
 jit = jax.jit

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from commjax import cli
+from commjax.cli import main
 from commjax.llm import checkpoints, export, tokens
 from commjax.pruning import scores, stream
 from commjax.pruning.recipe import Recipe, choose
@@ -318,7 +318,7 @@ PRUNE = [
 def stopped(capsys):
     """Exit code and stderr of the command."""
     with pytest.raises(SystemExit) as stop:
-        cli.main(PRUNE)
+        main.main(PRUNE)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -337,7 +337,7 @@ def test_a_signal_stops_the_command_after_the_block_and_the_same_command_continu
     (tmp_path / "text.txt").write_text("A text that nobody has to read. " * 9)
     monkeypatch.chdir(tmp_path)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    cli.main([word if word != "out" else "whole" for word in PRUNE])
+    main.main([word if word != "out" else "whole" for word in PRUNE])
     capsys.readouterr()
     again = "the same command again continues"
     with monkeypatch.context() as patch:  # before any block: at once
@@ -356,13 +356,13 @@ def test_a_signal_stops_the_command_after_the_block_and_the_same_command_continu
     assert len(stream.read_manifest("out.partial")["blocks"]) == 2
     with monkeypatch.context() as patch:  # while the last block is computed: it is the end anyway
         signalling(patch, checkpoints, "read_block", 3, signal.SIGTERM)
-        cli.main(PRUNE)
+        main.main(PRUNE)
     assert models.files(tmp_path / "out") == models.files(tmp_path / "whole")
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
 def test_a_signal_that_was_switched_off_stays_off(interruptible):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with cli.stopping() as stop:
+    with main.stopping() as stop:
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not stop()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commjax.compressors import select
+from commjax.compressors import selection
 from commjax.pruning import masks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["nm"]
@@ -219,12 +219,12 @@ def test_masks_inside_a_larger_program_are_those_of_the_scores_that_it_computed(
     def program(W, x, y):
         scores = jnp.abs(W * x - y) * jnp.abs(x) + jnp.abs(W) * 0.1
         found = [masks.unstructured(scores, 0.5, group) for group in ("output", "layer")]
-        top = jax.vmap(lambda row: select.top_k_mask(row, 32))(scores)
+        top = jax.vmap(lambda row: selection.top_k_mask(row, 32))(scores)
         return scores, [*found, masks.n_m(scores, 2, 4), top]
 
     scores, found = program(W, x, y)
     wanted = [masks.unstructured(scores, 0.5, group) for group in ("output", "layer")]
-    wanted += [masks.n_m(scores, 2, 4), jax.vmap(lambda row: select.top_k_mask(row, 32))(scores)]
+    wanted += [masks.n_m(scores, 2, 4), jax.vmap(lambda row: selection.top_k_mask(row, 32))(scores)]
     for one, other in zip(found, wanted):
         np.testing.assert_array_equal(one, other)
     counts = [np.asarray(one).sum(axis) for one, axis in zip(found, (0, None, 0, 1))]

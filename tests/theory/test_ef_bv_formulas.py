@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.base import Constants
+from commjax.core.base import Constants
 from commjax.problems.constants import smoothness
 from commjax.theory import ef_bv as theory
 

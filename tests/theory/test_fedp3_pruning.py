@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commjax.algorithms import sketched
+from commjax.algorithms.fedp3 import sketched
 from commjax.compressors import identity
 from commjax.problems import quadratic
 from commjax.theory import fedp3 as theory

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.algorithms import sketched
-from commjax.base import Message
+from commjax.algorithms.fedp3 import sketched
 from commjax.compressors import perm_k
+from commjax.core.base import Message
 from commjax.problems import quadratic
 from commjax.theory import fedp3 as theory
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commjax import privacy
-from commjax.algorithms import ldp_fedp3
-from commjax.base import Message
+from commjax.algorithms.fedp3 import ldp_fedp3
 from commjax.compressors import perm_k
+from commjax.core.base import Message
+from commjax.privacy import mechanism
 from commjax.theory import ldp_fedp3 as ldp
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "goldens_fedp3_theory.json").read_text())
@@ -70,8 +70,8 @@ def private_moments(monkeypatch, w, data, hparams):
     """(chance, w+) over every batch of two clients with two rows, both owners, and points with the moments of the noise."""
     n, m, d = data["a"].shape
     box = {}
-    monkeypatch.setattr(privacy, "poisson", lambda key, rate, rows: box["came"][box["id"]])
-    monkeypatch.setattr(privacy, "gaussian_like", lambda key, like: box["noise"][box["id"]])
+    monkeypatch.setattr(mechanism, "poisson", lambda key, rate, rows: box["came"][box["id"]])
+    monkeypatch.setattr(mechanism, "gaussian_like", lambda key, like: box["noise"][box["id"]])
 
     def loss(params, rows):
         return jnp.mean(0.5 * jnp.sum((params[None] - rows["a"]) ** 2, axis=1))
@@ -81,7 +81,7 @@ def private_moments(monkeypatch, w, data, hparams):
         box["id"] = data["id"][0]
         return jnp.ones(m, bool)
 
-    monkeypatch.setattr(privacy, "present", remember)
+    monkeypatch.setattr(mechanism, "present", remember)
 
     def step(diagonal, came, noise):
         box.update(came=came, noise=noise)

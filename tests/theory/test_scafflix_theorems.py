@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.algorithms import flix, scafflix, scafflix_round
-from commjax.base import State
+from commjax.algorithms import flix, scafflix
+from commjax.core.base import State
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
 
@@ -46,7 +46,7 @@ def both_outcomes(monkeypatch, algorithm):
     for heads in (False, True):
 
         def step(hparams, state, data, heads=heads):
-            monkeypatch.setattr(scafflix_round, "coin", lambda key, p, t: jnp.asarray(heads))
+            monkeypatch.setattr(communication, "coin", lambda key, p, t: jnp.asarray(heads))
             return algorithm.step(KEY, hparams, state, data)[0]
 
         outcomes.append(jax.jit(jax.vmap(step, (None, 0, None))))

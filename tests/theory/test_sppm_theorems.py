@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commjax import clustering, cohorts
 from commjax.problems import quadratic
+from commjax.sampling import clustering, samplings
 from commjax.theory import sppm
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "goldens_sppm.json").read_text())
@@ -19,18 +19,18 @@ MU = np.linalg.eigvalsh(PROBLEM.H)[:, 0]
 STAR = quadratic.optimum(PROBLEM).params
 GAMMAS = 10.0 ** np.arange(-2, 4)
 SAMPLINGS = [
-    cohorts.full(N),
-    cohorts.nonuniform([0.4, 0.3, 0.2, 0.1]),
-    cohorts.importance(MU),
-    cohorts.nice(N, 1),
-    cohorts.nice(N, 2),
-    cohorts.nice(N, 3),
-    cohorts.block([[0, 1], [2, 3]], [0.25, 0.75]),
-    cohorts.block([[0], [1, 2, 3]]),
-    cohorts.stratified([[0, 1], [2, 3]]),
-    cohorts.stratified([[0], [1, 2, 3]]),
-    cohorts.stratified_of([[0], [1, 2], [3]], 2),
-    cohorts.block_of([[0, 2], [1, 3]], 1),
+    samplings.full(N),
+    samplings.nonuniform([0.4, 0.3, 0.2, 0.1]),
+    samplings.importance(MU),
+    samplings.nice(N, 1),
+    samplings.nice(N, 2),
+    samplings.nice(N, 3),
+    samplings.block([[0, 1], [2, 3]], [0.25, 0.75]),
+    samplings.block([[0], [1, 2, 3]]),
+    samplings.stratified([[0, 1], [2, 3]]),
+    samplings.stratified([[0], [1, 2, 3]]),
+    samplings.stratified_of([[0], [1, 2], [3]], 2),
+    samplings.block_of([[0, 2], [1, 3]], 1),
 ]
 each = pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.name)
 
@@ -156,7 +156,11 @@ def test_the_theorem_is_an_equality_where_clients_differ_in_their_centres_only(g
     """T34: neither the rate nor the neighbourhood can be improved, for samplings whose weights add up to 1"""
     mu, x = 0.7, starts(10, np.zeros(D))
     problem = alike(mu)
-    for sampling in (cohorts.nice(N, 2), cohorts.stratified([[0, 1], [2, 3]]), cohorts.stratified([[0], [1, 2, 3]])):
+    for sampling in (
+        samplings.nice(N, 2),
+        samplings.stratified([[0, 1], [2, 3]]),
+        samplings.stratified([[0], [1, 2, 3]]),
+    ):
         sigma2 = sampling.variance(gradients_at(np.zeros(D), problem))
         assert sampling.mu(np.full(N, mu)) == pytest.approx(mu) and sigma2 > 0.01
         after = 0.0
@@ -228,7 +232,7 @@ def test_nice_sampling_improves_with_its_size(n):
     """T37 (L5411, P9)"""
     rng = np.random.default_rng(n)
     mu, a = rng.uniform(0.1, 2.0, n), centred(rng.standard_normal((n, 3)))
-    chain = [cohorts.nice(n, tau) for tau in range(1, n + 1)]
+    chain = [samplings.nice(n, tau) for tau in range(1, n + 1)]
     mus, variances = [s.mu(mu) for s in chain], [s.variance(a) for s in chain]
     assert np.all(np.diff(mus) >= 0) and np.all(np.diff(variances) < 0)
     assert mus[0] == pytest.approx(mu.min()) and mus[-1] == pytest.approx(mu.mean())
@@ -245,10 +249,10 @@ def test_block_and_stratified_sampling_at_their_extremes():
     a, p = gradients_at(STAR), np.array([0.4, 0.3, 0.2, 0.1])
     singles, whole = [[i] for i in range(N)], [list(range(N))]
     for one, other in [
-        (cohorts.block(whole), cohorts.full(N)),
-        (cohorts.block(singles, p), cohorts.nonuniform(p)),
-        (cohorts.stratified(whole), cohorts.nice(N, 1)),
-        (cohorts.stratified(singles), cohorts.full(N)),
+        (samplings.block(whole), samplings.full(N)),
+        (samplings.block(singles, p), samplings.nonuniform(p)),
+        (samplings.stratified(whole), samplings.nice(N, 1)),
+        (samplings.stratified(singles), samplings.full(N)),
     ]:
         assert one.mu(MU) == pytest.approx(other.mu(MU), rel=1e-12)
         assert one.variance(a) == pytest.approx(other.variance(a), rel=1e-12, abs=1e-14)
@@ -257,10 +261,10 @@ def test_block_and_stratified_sampling_at_their_extremes():
 
 def test_importance_sampling_has_the_largest_mu_of_one_client_samplings():
     """L4736"""
-    best = cohorts.importance(MU).mu(MU)
+    best = samplings.importance(MU).mu(MU)
     assert best == pytest.approx(MU.mean())
     for p in np.random.default_rng(8).dirichlet(np.ones(N), 50):
-        assert cohorts.nonuniform(p).mu(MU) <= best * (1 + 1e-12)
+        assert samplings.nonuniform(p).mu(MU) <= best * (1 + 1e-12)
 
 
 def test_the_variance_lemma_holds_and_is_loose():
@@ -271,13 +275,13 @@ def test_the_variance_lemma_holds_and_is_loose():
         clusters = np.split(rng.permutation(7), np.sort(rng.choice(np.arange(1, 7), 2, replace=False)))
         a = centred(rng.standard_normal((7, 2)))
         first, second = sppm.stratified_upper_bounds(a, clusters)
-        exact = cohorts.stratified(clusters).variance(a)
+        exact = samplings.stratified(clusters).variance(a)
         assert exact <= first * (1 + 1e-12) <= second * (1 + 2e-12)
         ratios.append(first / exact)
     assert min(ratios) >= 3 * (1 - 1e-12)  # b = 3: the Lemma always loses the factor b, and max instead of mean
     pairs = np.array([[1.0], [3.0], [-2.0], [-2.0]])  # equal distances from each mean: exactly b
     assert sppm.stratified_upper_bounds(pairs, [[0, 1], [2, 3]])[0] == pytest.approx(
-        2 * cohorts.stratified([[0, 1], [2, 3]]).variance(pairs)
+        2 * samplings.stratified([[0, 1], [2, 3]]).variance(pairs)
     )
 
 
@@ -306,15 +310,15 @@ def test_on_the_best_clusters_stratified_beats_nice_which_beats_block(b, m, coun
         SS = np.sum(spread, axis=1) / (b * m) ** 2
         some = slice(None, None, max(1, count // 4)) if seed == 0 else slice(0)
         for clusters, ours, theirs in zip(clusterings[some], SS[some], BS[some]):
-            assert cohorts.stratified(clusters).variance(a) == pytest.approx(ours, abs=1e-13)
-            assert cohorts.block(clusters).variance(a) == pytest.approx(theirs, abs=1e-13)
+            assert samplings.stratified(clusters).variance(a) == pytest.approx(ours, abs=1e-13)
+            assert samplings.block(clusters).variance(a) == pytest.approx(theirs, abs=1e-13)
         np.testing.assert_allclose([sppm.stratified_from_block(v, T, b) for v in BS], SS, atol=1e-13)
-        nice = cohorts.nice(b * m, b)
+        nice = samplings.nice(b * m, b)
         most, least = sppm.optimal_clustering_bounds(T, b, m)
         assert most == pytest.approx(nice.variance(a)) and most == pytest.approx(SS.mean())
         assert least == pytest.approx(BS.mean(), abs=1e-13)
         best = clustering.optimal_stratified(a, b)
-        stratified, block = cohorts.stratified(best), cohorts.block(best)
+        stratified, block = samplings.stratified(best), samplings.block(best)
         assert stratified.variance(a) == pytest.approx(SS.min(), abs=1e-13)
         assert stratified.variance(a) <= most * (1 + 1e-12) and block.variance(a) >= least * (1 - 1e-12)
         if m <= b:
@@ -329,8 +333,8 @@ def test_with_clusters_larger_than_their_number_block_sampling_can_win_on_the_be
     """P10 needs m <= b: for the corners of a simplex all clusterings are alike, and SS = 2 BS at b = 2, m = 3"""
     a = centred(np.eye(6))
     best, T = clustering.optimal_stratified(a, 2), squares(a).mean()
-    assert cohorts.stratified(best).variance(a) == pytest.approx(0.4 * T)
-    assert cohorts.block(best).variance(a) == pytest.approx(0.2 * T)
+    assert samplings.stratified(best).variance(a) == pytest.approx(0.4 * T)
+    assert samplings.block(best).variance(a) == pytest.approx(0.2 * T)
     np.testing.assert_allclose(sppm.optimal_clustering_bounds(float(T), 2, 3), [0.4 * T, 0.2 * T])
 
 
@@ -338,11 +342,11 @@ def test_the_text_example():
     """T41 (L5566), and block sampling at 0 on the same clusters"""
     golden = GOLDENS["sppm_text_example"]
     a, clusters = np.array(golden["a"]), golden["clusters"]
-    assert cohorts.stratified(clusters).variance(a) == pytest.approx(golden["SS"])
-    assert cohorts.nice(4, 2).variance(a) == pytest.approx(golden["NICE_tau2"])
-    assert cohorts.block(clusters).variance(a) == pytest.approx(golden["BS_same"], abs=1e-15)
-    assert cohorts.stratified(golden["best"]).variance(a) == pytest.approx(golden["SS_best_clustering"])
-    assert cohorts.block(golden["best"]).variance(a) == pytest.approx(golden["BS_best"])
+    assert samplings.stratified(clusters).variance(a) == pytest.approx(golden["SS"])
+    assert samplings.nice(4, 2).variance(a) == pytest.approx(golden["NICE_tau2"])
+    assert samplings.block(clusters).variance(a) == pytest.approx(golden["BS_same"], abs=1e-15)
+    assert samplings.stratified(golden["best"]).variance(a) == pytest.approx(golden["SS_best_clustering"])
+    assert samplings.block(golden["best"]).variance(a) == pytest.approx(golden["BS_best"])
 
 
 def test_roots_of_unity_make_block_sampling_exact_with_the_exponent_b_j_plus_i():
@@ -352,7 +356,7 @@ def test_roots_of_unity_make_block_sampling_exact_with_the_exponent_b_j_plus_i()
 
     def variance(step):
         power = np.array([step * j + i for i in range(b) for j in range(m)]) * 2 * np.pi / (b * m)
-        return cohorts.block(clusters).variance(centred(np.stack([np.cos(power), np.sin(power)], axis=1)))
+        return samplings.block(clusters).variance(centred(np.stack([np.cos(power), np.sin(power)], axis=1)))
 
     assert variance(b) == pytest.approx(0, abs=1e-15) and variance(m) > 0.01
 

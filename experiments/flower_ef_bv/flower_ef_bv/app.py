@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from commjax import flower
+from commjax.federation import flower
 from flower_ef_bv import task
 
 jax.config.update("jax_enable_x64", True)

@@ -17,10 +17,10 @@ import numpy as np
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.compressors.envelope import RefusedError
 from commjax.data import stacked
-from commjax.data.own import own_rows
-from commjax.exchange import Contract
+from commjax.data.local_rows import own_rows
+from commjax.federation.envelope import RefusedError
+from commjax.federation.exchange import Contract
 from commjax.problems import constants, logistic
 
 

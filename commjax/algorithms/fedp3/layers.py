@@ -1,0 +1,140 @@
+"""A network's params as named layers: which leaves belong to which, their sizes, and parts of a tree.
+
+A part of a tree has None where a leaf is left out; `jax.tree` functions and gradients pass over None.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from commjax.core.base import Params
+
+
+class Layers(NamedTuple):
+    """`names`: the layers, the final one last; `of`: for every leaf of the params, in their order, the number of its layer."""
+
+    names: tuple[str, ...]
+    of: tuple[int, ...]
+
+
+def paths_of(params: Params) -> list[str]:
+    """The path of every leaf, such as "fc1/kernel"."""
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
+
+
+def _order(name: str) -> list[tuple[int, int, str]]:
+    """Dense_10 after Dense_9"""
+    digits, parts = "", []
+    for letter in name + "\0":
+        if letter.isdigit():
+            digits += letter
+            continue
+        if digits:
+            parts.append((0, int(digits), ""))
+            digits = ""
+        parts.append((1, 0, letter))
+    return parts
+
+
+def named(params: Params, *, final: str, groups: Mapping[str, Sequence[str]] | None = None) -> Layers:
+    """The top-level modules of Flax params as layers, Dense_2 before Dense_10; `final` is the output layer.
+
+    `groups` names layers of one's own instead, in order: each is a list of paths ("block/conv", "block/norm"), and holds the leaves
+    at or under them.  Every leaf has to be in exactly one.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"body": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "head": {"kernel": jnp.ones((3, 1))}}
+    >>> named(params, final="head")
+    Layers(names=('body', 'head'), of=(0, 0, 1))
+    """
+    paths = paths_of(params)
+    if groups is None:
+        groups = {name: [name] for name in sorted({path.split("/")[0] for path in paths}, key=_order)}
+    check_names(tuple(groups), [final], "final")
+    names = (*(name for name in groups if name != final), final)
+    under = {path: name for name, given in groups.items() for path in given}
+    unused = set(under)
+
+    def layer(leaf: str) -> int:
+        prefixes = [leaf[:end] for end, letter in enumerate(leaf + "/") if letter == "/"]
+        found = [prefix for prefix in prefixes if prefix in under]
+        if len(found) != 1:
+            raise ValueError(f"groups: {leaf} is in {[under[one] for one in found]}; allowed: exactly one layer")
+        unused.difference_update(found)
+        return names.index(under[found[0]])
+
+    of = tuple(map(layer, paths))
+    if unused:
+        raise ValueError(f"groups: no leaf at {sorted(unused)}; allowed: paths of the params, such as {paths[0]!r}")
+    return Layers(names, of)
+
+
+def check_names(known: Sequence[str], given: Iterable[str], argument: str = "layers") -> None:
+    """ValueError for a layer that is not there, naming those that are."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{argument}: no layer {name!r}; allowed: {', '.join(map(repr, known))}")
+
+
+def chosen(layers: Layers, given: Iterable[str]) -> np.ndarray:
+    """The named layers as a mask over all.
+
+    >>> chosen(Layers(("body", "head"), (0, 1)), ["head"]).tolist()
+    [False, True]
+    """
+    given = list(given)
+    check_names(layers.names, given)
+    return np.array([name in given for name in layers.names])
+
+
+def by_leaf(layers: Layers, params: PyTree, values: Sequence | np.ndarray | Array) -> PyTree:
+    """One value a layer, as a tree with the value of its layer at every leaf.
+
+    >>> by_leaf(Layers(("body", "head"), (0, 0, 1)), {"a": 0, "b": 0, "c": 0}, [10, 20])
+    {'a': 10, 'b': 10, 'c': 20}
+    """
+    return jax.tree.structure(params).unflatten([values[number] for number in layers.of])
+
+
+def split(layers: Layers, params: Params, mask: Sequence[bool] | np.ndarray) -> tuple[PyTree, PyTree]:
+    """(the layers of the mask, the others), each a part of the tree.
+
+    >>> split(Layers(("body", "head"), (0, 1)), {"body": 1.0, "head": 2.0}, [False, True])
+    ({'body': None, 'head': 2.0}, {'body': 1.0, 'head': None})
+    """
+    leaves, structure = jax.tree.flatten(params)
+    inside = [leaf if mask[number] else None for leaf, number in zip(leaves, layers.of, strict=True)]
+    outside = [None if mask[number] else leaf for leaf, number in zip(leaves, layers.of, strict=True)]
+    return structure.unflatten(inside), structure.unflatten(outside)
+
+
+def join(part: PyTree, other: PyTree) -> Params:
+    """The tree whose parts these are.
+
+    >>> join({"body": None, "head": 2.0}, {"body": 1.0, "head": None})
+    {'body': 1.0, 'head': 2.0}
+    """
+    return jax.tree.map(lambda a, b: b if a is None else a, part, other, is_leaf=lambda leaf: leaf is None)
+
+
+def sizes(layers: Layers, params: Params) -> np.ndarray:
+    """How many params each layer has.
+
+    >>> sizes(Layers(("body", "head"), (0, 0, 1)), [np.ones((2, 3)), np.ones(3), np.ones((3, 1))]).tolist()
+    [9, 3]
+    """
+    return _totals(layers, [np.size(leaf) for leaf in jax.tree.leaves(params)])
+
+
+def bits(layers: Layers, params: Params) -> np.ndarray:
+    """The price of each layer, sent as it is."""
+    return _totals(layers, [8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params)])
+
+
+def _totals(layers: Layers, amounts: Sequence[int]) -> np.ndarray:
+    total = np.zeros(len(layers.names), np.int64)
+    np.add.at(total, list(layers.of), amounts)
+    return total

@@ -1,0 +1,259 @@
+"""Which sampling, gamma, K and solver of SPPM-AS: recommended from the loss and the data."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Float
+
+from commjax.algorithms import sppm_as
+from commjax.core import runner
+from commjax.core.base import Key, Params
+from commjax.prox.cohort import Hubs
+from commjax.prox.solvers import adaptive, quasi_newton
+from commjax.prox.solvers.base import Oracle, Solver
+from commjax.sampling import samplings
+
+_MOST_DIMENSIONS = 1000  # the pilot keeps n d^2 numbers
+
+
+class Advice(NamedTuple):
+    """A solver of the prox for `sppm_as`."""
+
+    name: str
+    make: Callable[[Any], Solver]
+
+
+def solver_for(convex: bool, count: str = "iterations") -> Advice:
+    """The solver's row of the practical table: CG or a quasi-Newton method if f_S is convex, Adam with a tuned rate for networks.
+
+    Thesis: L2192, L2300.
+
+    Args:
+        convex: whether every f_S is convex.
+        count: what a local round is, "iterations" as in the thesis or "evaluations" as in the ledger (P12).  CG takes the fewest
+            iterations (L2300), L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
+
+    Returns:
+        The solver's name and its constructor.
+
+    >>> solver_for(True).name, solver_for(True, "evaluations").name, solver_for(False).name
+    ('cg', 'lbfgs', 'adam')
+    """
+    if count not in ("iterations", "evaluations"):
+        raise ValueError(f"count={count!r}; allowed: iterations or evaluations")
+    if not convex:
+        return Advice("adam", lambda hparams: adaptive.adam(hparams.rate))
+    if count == "iterations":
+        return Advice("cg", lambda hparams: quasi_newton.conjugate_gradients())
+    return Advice("lbfgs", lambda hparams: quasi_newton.lbfgs())
+
+
+class Recommendation(NamedTuple):
+    """A setting of `sppm_as` and its predicted cost; `print` it."""
+
+    sampling: samplings.Sampling
+    gamma: float
+    K: int  # iterations of the solver in a global round: `HParams.rounds`
+    T: float  # global rounds, mean over the pilot's seeds
+    cost: float  # predicted, as `sppm_as.cost` charges: c1 an aggregation in the cohort, c2 an exchange of a hub with the server
+    evaluations: float  # predicted aggregations, all rounds together
+    solver: Callable[[Any], Solver]  # for `sppm_as`
+    solver_name: str
+    hubs: Hubs | None  # for `sppm_as`
+    accuracy: float
+    c1: float
+    c2: float
+    spent: int  # aggregations over all clients that the pilot took
+
+    def __str__(self) -> str:
+        at = "no hubs" if self.hubs is None else f"{self.hubs.count} hub{'s' if self.hubs.count > 1 else ''}"
+        return (
+            f"To reach {self.accuracy:g} of the first squared distance at c1 = {self.c1:g}, c2 = {self.c2:g} ({at}):\n"
+            f"  sampling {self.sampling.name} ({self.sampling.size} of {self.sampling.n} clients a round)\n"
+            f"  gamma = {self.gamma:.3g}, K = {self.K} iterations of {self.solver_name}\n"
+            f"  predicted: cost {self.cost:.3g} in {self.T:.1f} global rounds and {self.evaluations:.1f} aggregations\n"
+            f"  the pilot took {self.spent} aggregations over all clients and one Hessian from each"
+        )
+
+
+class Pilot(NamedTuple):
+    """Simulated runs on a quadratic model of the problem; every array is [setting, seed, round]."""
+
+    settings: list[tuple[samplings.Sampling, float, int]]  # sampling, gamma, K
+    fraction: Float[np.ndarray, "s k t"]  # of the first squared distance, at the start of a round
+    local_rounds: Float[np.ndarray, "s k t"]
+    hub_rounds: Float[np.ndarray, "s k t"]
+    hubs: Hubs | None
+    spent: int
+    solver: Advice
+
+    def recommend(self, accuracy: float, c1: float = 1.0, c2: float = 0.0) -> Recommendation:
+        """The cheapest simulated setting for one target and one pair of costs.
+
+        Args:
+            accuracy: target for |x - x*|^2 / |x0 - x*|^2, between 0 and 1.
+            c1: cost of an aggregation inside the cohort.
+            c2: cost of an exchange between a hub and the server; needs hubs.
+
+        Returns:
+            The setting with the smallest mean cost over seeds.  ValueError if none reaches the target in every seed.
+        """
+        if not 0 < accuracy < 1:
+            raise ValueError(
+                f"accuracy={accuracy}; allowed: 0 < accuracy < 1, a fraction of the first squared distance"
+            )
+        if not (c1 >= 0 and c2 >= 0 and c1 + c2 > 0):
+            raise ValueError(f"c1={c1}, c2={c2}; allowed: not negative, and not both 0")
+        if c2 > 0 and self.hubs is None:
+            raise ValueError(f"c2={c2}; allowed: 0 without hubs, for the ledger then charges c1 only")
+        reached = self.fraction <= accuracy
+        rounds = np.where(reached.any(axis=2), reached.argmax(axis=2), -1)
+        if not (rounds >= 0).all(axis=1).any():
+            best = self.fraction.min(axis=2).max(axis=1).min()
+            raise ValueError(
+                f"accuracy={accuracy}; allowed: at least {best:.3g}, which the pilot reached in {self.fraction.shape[2]} rounds"
+            )
+        before = np.arange(self.fraction.shape[2]) < rounds[:, :, None]
+        evaluations = (self.local_rounds * before).sum(axis=2).mean(axis=1)
+        exchanges = (self.hub_rounds * before).sum(axis=2).mean(axis=1)
+        cost = np.where((rounds >= 0).all(axis=1), c1 * evaluations + c2 * exchanges, math.inf)
+        at = int(cost.argmin())
+        sampling, gamma, K = self.settings[at]
+        return Recommendation(
+            sampling, gamma, K, float(rounds[at].mean()), float(cost[at]), float(evaluations[at]), self.solver.make,
+            self.solver.name, self.hubs, accuracy, c1, c2, self.spent,
+        )  # fmt: skip
+
+
+def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
+    """(x0, x, unravel, aggregations): L-BFGS on the mean of all losses"""
+    flat, unravel = ravel_pytree(params)
+
+    def mean(x):
+        return jnp.mean(jax.vmap(lambda rows: loss(unravel(x), rows))(data))
+
+    oracle = Oracle(jax.value_and_grad(mean))
+    result = jax.jit(lambda x: quasi_newton.lbfgs()(oracle, x, iterations, 0.0))(flat)
+    if not bool(jnp.all(jnp.isfinite(result.params))):
+        raise ValueError("loss: L-BFGS from `params` did not stay finite; allowed: a convex, differentiable loss")
+    return flat, result.params, unravel, int(result.evaluations)
+
+
+def _quadratic(z, model):
+    """g z + z' H z / 2, a client's loss around the rough optimum"""
+    return jnp.vdot(model["g"], z) + jnp.vdot(z, model["H"] @ z) / 2
+
+
+def pilot(
+    key: Key,
+    loss: Callable[[Params, Any], Any],
+    params: Params,
+    data: Any,
+    clusters: Sequence[np.ndarray],
+    *,
+    hubs: Hubs | None = None,
+    iterations: int = 15,
+    local_rounds: Sequence[int] = (1, 2, 4, 8),
+    rounds: int = 30,
+    seeds: int = 3,
+) -> Pilot:
+    """Simulate SPPM-AS on a quadratic model of the problem, with several samplings, stepsizes and numbers of local rounds.
+
+    The clients answer `iterations` steps of L-BFGS (about as many aggregations, `spent`), and each sends its gradient and Hessian at the
+    point that was reached.  All else is simulated without them: the same `sppm_as` with the same ledger on
+    f_i(x + z) ~ g_i z + z' H_i z / 2.  Samplings have one client per cluster: stratified, nice, and block where every cluster has as
+    many members.  Gammas are 1 to 4096 times 1 / L, L being the largest eigenvalue of the mean Hessian.
+
+    Holds if: convex; the losses are near to quadratic between `params` and the optimum.  Otherwise the prediction is rough.
+
+    Args:
+        key: random key of the simulated cohorts.
+        loss: `loss(params, data of one client)`, a number.
+        params: where the run will start.
+        data: of all clients, leading axis n.
+        clusters: ids of similar clients, for example `clustering.by_features`; a cohort has as many clients as there are clusters.
+        hubs: topology of the run that is planned.
+        iterations: of L-BFGS on the mean of all losses.
+        local_rounds: candidates for K.
+        rounds: global rounds that are simulated.
+        seeds: simulated runs of every setting.
+
+    Returns:
+        The simulated runs; `.recommend(accuracy, c1, c2)` chooses among them.
+    """
+    start, x, unravel, spent = _rough_optimum(loss, params, data, iterations)
+    if len(x) > _MOST_DIMENSIONS:
+        raise ValueError(f"params has {len(x)} numbers; allowed: at most {_MOST_DIMENSIONS}, for Hessians are kept")
+
+    def at(rows):
+        def one(z):
+            return loss(unravel(z), rows)
+
+        return {"g": jax.grad(one)(x), "H": jax.hessian(one)(x)}
+
+    model = jax.jit(jax.lax.map, static_argnums=0)(at, data)
+    H, n = np.asarray(model["H"], np.float64).mean(axis=0), len(model["g"])
+    z_star = jnp.asarray(np.linalg.solve(H, -np.asarray(model["g"], np.float64).mean(axis=0)), x.dtype)
+    z0 = start - x
+    first = jnp.sum((z0 - z_star) ** 2)
+    gammas = np.geomspace(1.0, 4096.0, 7) / float(np.linalg.eigvalsh(H)[-1])
+    pairs = [(float(gamma), int(K)) for gamma in gammas for K in local_rounds]
+    b, solver = len(clusters), solver_for(True, "evaluations")
+    choices = [samplings.stratified(clusters), samplings.nice(n, min(b, n))]
+    if all(len(ids) == b for ids in clusters):
+        choices.append(samplings.block(clusters))
+    found = []
+    for sampling in choices:
+        algorithm = runner.observe(
+            sppm_as.sppm_as(_quadratic, sampling, solver.make, hubs),
+            fraction=lambda state, batch: jnp.sum((state.server.params - z_star) ** 2) / first,
+        )
+        hparams = runner.stack([sppm_as.HParams(gamma, K, 0.0) for gamma, K in pairs])
+        state = algorithm.init(z0, jnp.arange(n))
+        _, metrics = runner.sweep(jax.random.split(key, seeds), algorithm, hparams, state, model, rounds)
+        found.append([np.asarray(getattr(metrics, name)) for name in ("fraction", "local_rounds", "hub_rounds")])
+    settings = [(sampling, gamma, K) for sampling in choices for gamma, K in pairs]
+    fraction, local, outside = (np.concatenate(part) for part in zip(*found))
+    return Pilot(settings, fraction, local, outside, hubs, spent, solver)
+
+
+def recommend(
+    key: Key,
+    loss: Callable[[Params, Any], Any],
+    params: Params,
+    data: Any,
+    clusters: Sequence[np.ndarray],
+    accuracy: float,
+    *,
+    c1: float = 1.0,
+    c2: float = 0.0,
+    hubs: Hubs | None = None,
+    **how: Any,
+) -> Recommendation:
+    """The cheapest setting of SPPM-AS for |x - x*|^2 <= accuracy |x0 - x*|^2, from the loss and the data alone.
+
+    Thesis: table L2192.
+
+    Args:
+        key: random key of the simulated cohorts.
+        loss: `loss(params, data of one client)`, a number.
+        params: where the run will start.
+        data: of all clients, leading axis n.
+        clusters: ids of similar clients; a cohort has as many clients as there are clusters.
+        accuracy: fraction of the first squared distance, between 0 and 1.
+        c1: cost of an aggregation inside the cohort.
+        c2: cost of an exchange between a hub and the server.
+        hubs: topology; None with c2 > 0 puts all clients under one hub, as the thesis does.
+        how: see `pilot`, which also states what the clients are asked for.
+
+    Returns:
+        The setting, its predicted cost, and a text (`print`).
+    """
+    if hubs is None and c2 > 0:
+        hubs = Hubs.make(np.zeros(jax.tree.leaves(data)[0].shape[0], int))
+    return pilot(key, loss, params, data, clusters, hubs=hubs, **how).recommend(accuracy, c1, c2)

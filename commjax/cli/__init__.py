@@ -1,0 +1,1 @@
+"""The command `commjax`: prune a language model, measure its perplexity."""

@@ -1,0 +1,235 @@
+"""Selection of coordinates without sorting: masks of the k largest, of k at random, of k at random among the k' largest.
+
+XLA's CPU sort is the bottleneck of every selection.  Non-negative floats order as their bit patterns do, so the k-th largest is
+found by building its bits from the top, one counting pass a bit; exact, ties by position.
+
+The magnitudes that a selection compares are computed once (`tree.once`): an entry that is compared with itself, computed a second
+time, could be larger than itself, and the mask would have too many or too few entries.
+"""
+
+import math
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from commjax.core import tree
+from commjax.core.base import ClientId, Key
+from commjax.core.tree import varying_like
+
+_INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+# Up to this dimension and this many expected draws it is cheaper to test the ranks of candidates than to find a threshold.
+_MAX_DIMENSION = 4096
+_MAX_CANDIDATES = 16
+_LAST = 1 << 24  # candidates of one row at most
+
+
+def magnitude_bits(x: Shaped[Array, "d"]) -> Int[Array, "d"]:
+    """|x| as non-negative integers of the same order, NaN above all (signed, because CPUs compare these faster)."""
+    bits = jax.lax.bitcast_convert_type(x, _INT[x.dtype.itemsize])
+    return bits & jnp.iinfo(bits.dtype).max
+
+
+def _count(mask: Bool[Array, "d"]) -> Int[Array, ""]:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _random_keys(key: Key, d: int) -> Int[Array, "d"]:
+    return (jax.random.bits(key, (d,), jnp.uint32) >> 1).astype(jnp.int32)
+
+
+def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of the k largest non-negative integers; among equals the first positions win."""
+    width, d = jnp.iinfo(keys.dtype).bits - 1, keys.shape[0]
+
+    def grow(step, threshold):
+        higher = threshold | (jnp.ones((), keys.dtype) << (width - 1 - step).astype(keys.dtype))
+        return jnp.where(_count(keys >= higher) >= k, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, width, grow, varying_like(jnp.zeros((), keys.dtype), keys))
+    above, equal = keys > threshold, keys == threshold
+    wanted = k - _count(above)
+
+    # Ties only: the smallest position p such that `wanted` equals stand at or before it, again bit by bit.  Under vmap the
+    # loop runs zero times when no row has a tie.
+    position = jnp.arange(d, dtype=jnp.int32)
+    tie = _count(equal) > wanted
+
+    def narrow(carry):
+        step, end = carry
+        middle = end | (1 << step)
+        enough = _count(equal & (position < middle)) >= wanted
+        return step - 1, jnp.where(enough, end, middle)
+
+    bits = max(1, (d - 1).bit_length())
+    start = varying_like((jnp.int32(bits - 1), jnp.zeros((), jnp.int32)), keys)
+    _, end = jax.lax.while_loop(lambda carry: tie & (carry[0] >= 0), narrow, start)
+    return above | (equal & (~tie | (position <= end)))
+
+
+@partial(jax.jit, static_argnames="k")
+def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of the k entries of largest magnitude, the first ones among equals; exactly k are set.
+
+    >>> top_k_mask(jnp.array([1.0, -3.0, 2.0, 3.0]), 2).tolist()
+    [False, True, False, True]
+    """
+    return jnp.ones(x.shape, bool) if k == x.shape[0] else _largest(tree.once(magnitude_bits(x)), k)
+
+
+def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
+    """Uniform on 0..d-1 from one 32-bit word each (bias below d / 2^32); `jax.random.randint` draws two and divides."""
+    if d >= 1 << 16:
+        return jax.random.randint(key, shape, 0, d)
+    word = jax.random.bits(key, shape, jnp.uint32)
+    high, low = word >> 16, word & 0xFFFF
+    return ((high * d + ((low * d) >> 16)) >> 16).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("d", "k"))
+def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
+    """Mask of k distinct coordinates, every subset of size k equally likely.
+
+    Few coordinates: Floyd's algorithm, k draws.  Many: the k largest of d random words (ties, of probability about k / 2^31,
+    go to the first).
+    """
+    if k == d:
+        return jnp.ones(d, bool)
+    if k > 32:
+        return _largest(_random_keys(key, d), k)
+    position = jnp.arange(d, dtype=jnp.int32)
+    mask = jnp.zeros(d, bool)
+    for draw, last in enumerate(range(d - k, d)):
+        index = random_index(jax.random.fold_in(key, draw), (), last + 1)
+        taken = jnp.any(mask & (position == index))
+        mask = mask | (position == jnp.where(taken, last, index))
+    return mask
+
+
+@partial(jax.jit, static_argnames=("d", "k"))
+def clients_mask(key: Key, id: ClientId, d: int, k: int) -> Bool[Array, "d"]:
+    """`random_mask` with the client's own key, in one program"""
+    return random_mask(jax.random.fold_in(key, id), d, k)
+
+
+@partial(jax.jit, static_argnames="k")
+def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Mask of k distinct coordinates of `allowed` (which has at least k), uniformly: the k largest random words there."""
+    return _largest(jnp.where(allowed, _random_keys(key, allowed.shape[0]) | 1, 0), k)
+
+
+@partial(jax.jit, static_argnames=("k", "k_top"))
+def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[Array, "d"]:
+    """Mask of k coordinates drawn uniformly without replacement among the k_top largest magnitudes."""
+    d = x.shape[0]
+    if k == k_top:
+        return top_k_mask(x, k)
+    if k_top == d:
+        return random_mask(key, d, k)
+    if d > _MAX_DIMENSION or k * d > _MAX_CANDIDATES * k_top:
+        return random_of_mask(key, top_k_mask(x, k_top), k)
+    return _draw_from_top(k, k_top)(key, tree.once(magnitude_bits(x)))
+
+
+@cache
+def _draw_from_top(k: int, k_top: int):
+    """(key, keys [d]) -> mask [d]; under vmap all rows at once, clients last, so that the counting is vectorised."""
+
+    @jax.custom_batching.custom_vmap
+    def draw(key, keys):
+        return _draw_rows(key[None], keys[None], k, k_top)[0]
+
+    @draw.def_vmap
+    def rule(n, batched, key, keys):
+        key, keys = (a if b else jnp.repeat(a[None], n, 0) for a, b in zip((key, keys), batched))
+        return _draw_rows(key, keys, k, k_top), True
+
+    return draw
+
+
+def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Array, "n d"]:
+    """The first k distinct accepted candidates of a uniform stream, one stream a row: neither a sort nor a threshold is needed.
+
+    A few candidates of all rows, then more of them for the rows that were not lucky, which are gathered.
+    """
+    n, d = keys.shape
+    few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
+    room = max(1, n // 8)
+    chosen, found = _accepted(key, keys, jnp.int32(0), few, k, k_top, None)
+
+    def finish(carry):
+        chosen, found = carry
+        at = jnp.nonzero(found < k, size=room, fill_value=n)[0].astype(jnp.int32)
+        own, rows = key[jnp.minimum(at, n - 1)], keys[jnp.minimum(at, n - 1)]
+
+        def turn(carry):
+            begin, chosen, found = carry
+            return begin + many, *_accepted(own, rows, begin, many, k, k_top, (chosen, found))
+
+        start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, found[jnp.minimum(at, n - 1)], k)
+        _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k) & (carry[0] < _LAST), turn, start)
+        done = jnp.where(
+            at < n, k, done
+        )  # k of a row can always be accepted; `_LAST` only makes sure that the loop ends
+        return chosen.at[:, at].set(new, mode="drop"), found.at[at].set(done, mode="drop")
+
+    chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, (chosen, found))
+    position = jnp.arange(d, dtype=jnp.int32)
+    return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
+
+
+def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
+    """How many draws leave fewer than k accepted with that probability at most"""
+    share, draws = k_top / d, k
+    while sum(math.comb(draws, j) * share**j * (1 - share) ** (draws - j) for j in range(k)) > unlucky:
+        draws += 1
+    return draws
+
+
+def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: int, k: int, k_top: int, before):
+    """(chosen [k, n], -1 where none is; how many are found [n]) after more candidates than those `before` had.
+
+    A candidate is one of the k_top largest iff fewer than k_top entries are larger.
+    """
+    n, d = keys.shape
+    columns, order = keys.T, jnp.arange(draws, dtype=jnp.int32)
+    candidate = _candidates(key, begin, draws, d)
+    own = jnp.take_along_axis(columns, candidate, axis=0)
+
+    def add(j, total):
+        tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
+        return total + (columns[j][None] + tie > own).astype(jnp.int32)
+
+    start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
+    accept = jax.lax.fori_loop(0, d, add, start, unroll=56) < k_top
+    nothing = jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32)
+    chosen, found = varying_like(nothing, own) if before is None else before
+    if k > 1:  # distinct: not an earlier accepted candidate, nor chosen before
+        earlier = (order[None, :] < order[:, None])[..., None]
+        same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
+        accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
+    place = found[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
+    slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
+    return jnp.maximum(chosen, jnp.stack(slots)), jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
+
+
+def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
+    """[draws, n] uniform indices below d <= 2^12 (bias below d / 2^32), column i from key i: those after the first `begin`.
+
+    A threefry hash a word would cost more than all the rest of the selection, so the 64 random bits of each key seed a counter
+    that goes through the finaliser of MurmurHash3 (a bijection with full avalanche), twice.
+    """
+    seed = jax.random.key_data(key).reshape(len(key), -1)[:, -2:].T[:, None, :]
+    counter = begin.astype(jnp.uint32) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
+    word = _mixed(_mixed(seed[0] + (counter * jnp.uint32(0x9E3779B9))[:, None]) ^ seed[1])
+    high, low = word >> 16, word & 0xFFFF
+    return ((high * d + ((low * d) >> 16)) >> 16).astype(jnp.int32)
+
+
+def _mixed(word: Array) -> Array:
+    """MurmurHash3's 32-bit finaliser"""
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)

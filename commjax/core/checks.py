@@ -1,0 +1,220 @@
+"""What a run may be given: one check at the entry of every run, and the small checks of numbers that it is made of.
+
+A value that JAX traces has no number yet.  It is skipped: inside `jit`, `vmap` and `shard_map` only types and shapes are checked.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from commjax.core.base import Algorithm, InitFn, State
+
+
+def _number(name: str, value: Any) -> np.ndarray | None:
+    """The value as an array of float64, or None where it is traced"""
+    if isinstance(value, Tracer):
+        return None
+    try:
+        return np.asarray(value).astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, got {value!r}") from error
+
+
+def _refuse_unless(holds: Callable[[np.ndarray], Any], name: str, value: Any, allowed: str) -> None:
+    number = _number(name, value)
+    if number is not None and not np.all(holds(number)):
+        raise ValueError(f"{name}={value}; allowed: {allowed}")
+
+
+def positive(name: str, value: Any) -> None:
+    """ValueError unless 0 < value < infinity.
+
+    >>> positive("gamma", -1.0)
+    Traceback (most recent call last):
+    ValueError: gamma=-1.0; allowed: positive and finite
+    """
+    _refuse_unless(lambda x: (x > 0) & (x < np.inf), name, value, "positive and finite")
+
+
+def at_least_zero(name: str, value: Any) -> None:
+    """ValueError unless 0 <= value < infinity."""
+    _refuse_unless(lambda x: (x >= 0) & (x < np.inf), name, value, "at least 0 and finite")
+
+
+def above_zero(name: str, value: Any) -> None:
+    """ValueError unless value > 0; infinity is allowed."""
+    _refuse_unless(lambda x: x > 0, name, value, "positive")
+
+
+def finite(name: str, value: Any) -> None:
+    """ValueError unless the value is finite."""
+    _refuse_unless(np.isfinite, name, value, "finite")
+
+
+def share(name: str, value: Any) -> None:
+    """ValueError unless 0 <= value <= 1."""
+    _refuse_unless(lambda x: (x >= 0) & (x <= 1), name, value, "0 to 1")
+
+
+def probability(name: str, value: Any) -> None:
+    """ValueError unless 0 < value <= 1."""
+    _refuse_unless(lambda x: (x > 0) & (x <= 1), name, value, f"0 < {name} <= 1")
+
+
+def count(name: str, value: Any) -> None:
+    """ValueError unless the value is a whole number of at least 1."""
+    _refuse_unless(lambda x: (x >= 1) & (x % 1 == 0), name, value, "a whole number of at least 1")
+
+
+def scalars(hparams: Any) -> None:
+    """ValueError unless every field is one number."""
+    for name, value in hparams._asdict().items():
+        if jnp.ndim(value):
+            raise ValueError(f"{name} has shape {jnp.shape(value)}; allowed: one number (for a sweep: runner.sweep)")
+
+
+def per_client(name: str, value: Any, n: int) -> None:
+    """ValueError unless the value is one number or has one entry for each of n clients."""
+    if jnp.ndim(value) and jnp.shape(value) != (n,):
+        raise ValueError(f"{name} has shape {jnp.shape(value)}; allowed: one number, or one for each of {n} clients")
+
+
+def ids_of(ids: Any) -> None:
+    """TypeError unless `ids` is a vector of integers."""
+    if not (hasattr(ids, "dtype") and jnp.ndim(ids) == 1 and jnp.issubdtype(ids.dtype, jnp.integer)):
+        raise TypeError(f"ids must be a vector of client numbers, such as jnp.arange(n), got {_shown(ids)}")
+
+
+def checked_init(init: InitFn) -> InitFn:
+    """`init` that refuses ids that are no vector of integers."""
+
+    @wraps(init)
+    def checked(params: Any, ids: Any, *rest: Any, **per_client: Any) -> State:
+        ids_of(ids)
+        return init(params, ids, *rest, **per_client)
+
+    return checked
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: its type, and what it is where that is short"""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} of {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _name(kind: type) -> str:
+    """ef_bv.HParams(gamma, lam, nu)"""
+    fields = getattr(kind, "_fields", None)
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" + (f"({', '.join(fields)})" if fields else "")
+
+
+def _type(value: Any) -> str:
+    kind = type(value)
+    return _name(kind) if hasattr(kind, "_fields") else _shown(value)
+
+
+def typed_key(key: Any) -> bool:
+    """Whether this is a key of `jax.random.key`, or an array of them."""
+    return hasattr(key, "dtype") and bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+
+
+def key_of(key: Any, swept: bool = False) -> None:
+    """TypeError unless `key` is a typed key, or with `swept` a row of them."""
+    if not typed_key(key) or key.ndim != int(swept):
+        allowed = "a row of keys, jax.random.split(key, number)" if swept else "one key, jax.random.key(seed)"
+        raise TypeError(f"key must be {allowed}, got {_shown(key)}")
+
+
+def rounds_of(num_rounds: Any) -> None:
+    """ValueError unless `num_rounds` is an integer of at least 0."""
+    if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 0:
+        raise ValueError(f"num_rounds must be an integer of at least 0, got {num_rounds!r}")
+
+
+def hparams_of(algorithm: Algorithm, hparams: Any, n: int, swept: bool = False) -> None:
+    """TypeError for HParams of another method, ValueError for values that the method does not allow.
+
+    Args:
+        algorithm: nothing is checked if its `spec` is None.
+        hparams: of one run, or with `swept` of several, with a leading axis.
+        n: number of clients.
+        swept: whether `hparams` has that axis; then every setting is checked.
+    """
+    if (spec := algorithm.spec) is None:
+        return
+    if not isinstance(hparams, spec.hparams):
+        raise TypeError(f"hparams must be {_name(spec.hparams)}, got {_type(hparams)}")
+    if not swept:
+        return spec.check(hparams, n)
+    leaves = jax.tree.leaves(hparams)
+    traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    known = hparams if traced else jax.tree.map(np.asarray, hparams)
+    for setting in range(1 if traced else len(leaves[0])):
+        spec.check(jax.tree.map(lambda leaf, at=setting: leaf[at], known), n)
+
+
+def server_of(algorithm: Algorithm, server: Any) -> None:
+    """TypeError unless `server` is one of this algorithm."""
+    if (spec := algorithm.spec) is not None and not isinstance(server, spec.server):
+        raise TypeError(f"state.server must be {_name(spec.server)}, got {_type(server)}: it is of another method")
+
+
+def state_of(algorithm: Algorithm, state: Any) -> None:
+    """TypeError unless `state` is what this algorithm's `init` makes."""
+    if not isinstance(state, State) or not hasattr(state.server, "round") or not hasattr(state.clients, "id"):
+        raise TypeError(f"state must be what algorithm.init(params, ids) makes, got {_type(state)}")
+    server_of(algorithm, state.server)
+    if (spec := algorithm.spec) is not None and not isinstance(state.clients, spec.client):
+        raise TypeError(
+            f"state.clients must be {_name(spec.client)}, got {_type(state.clients)}: it is of another method"
+        )
+
+
+def entry(
+    key: Any, algorithm: Any, hparams: Any, state: Any, num_rounds: Any, *, n: int | None = None, swept: bool = False
+) -> None:
+    """Refuse what a run cannot be given, before anything is compiled.
+
+    Args:
+        key: a typed key; with `swept` a row of them.
+        algorithm: an `Algorithm`.
+        hparams: of the algorithm's own type, with values that it allows.
+        state: what the algorithm's `init` makes.
+        num_rounds: an integer of at least 0.
+        n: number of clients; by default the rows of `state.clients`.
+        swept: whether hparams have a leading axis of settings.
+
+    Returns:
+        Nothing.  A TypeError or ValueError names the argument, what was given and what is allowed.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm must be an Algorithm, such as fedavg.fedavg(...), got {_shown(algorithm)}")
+    key_of(key, swept)
+    rounds_of(num_rounds)
+    state_of(algorithm, state)
+    hparams_of(algorithm, hparams, len(state.clients.id) if n is None else n, swept)
+
+
+def minibatch_of(size: int, data: PyTree) -> None:
+    """ValueError where a client (leading axis of `data`) has fewer than `size` rows; from shapes, so padding counts as rows."""
+    rows = min((leaf.shape[1] for leaf in jax.tree.leaves(data) if jnp.ndim(leaf) > 1), default=size)
+    if size > rows:
+        raise ValueError(f"minibatches: size={size}, but a client has {rows} rows; allowed: 1 to {rows}")
+
+
+def finite_tree(tree: PyTree) -> bool:
+    """Whether every number of every floating leaf is finite; for arrays on the host or the device."""
+
+    def one(leaf: Array) -> bool:
+        inexact = jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)
+        return not inexact or bool(np.all(np.isfinite(np.asarray(leaf, np.float64))))
+
+    return all(one(leaf) for leaf in jax.tree.leaves(tree))

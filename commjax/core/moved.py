@@ -1,0 +1,88 @@
+"""Modules that had another name before version 0.1.0: an import of the old name says what the new one is."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+MOVED = {
+    "commjax.accounting": "commjax.privacy.accounting",
+    "commjax.agreement": "commjax.federation.fingerprint",
+    "commjax.algorithms.aggregation": "commjax.algorithms.fedp3.aggregation",
+    "commjax.algorithms.fedcr_layers": "commjax.algorithms.fedcr.layers",
+    "commjax.algorithms.fedp3_apart": "commjax.algorithms.fedp3.remote",
+    "commjax.algorithms.fedp3_wire": "commjax.algorithms.fedp3.wire",
+    "commjax.algorithms.ldp_fedp3": "commjax.algorithms.fedp3.ldp_fedp3",
+    "commjax.algorithms.scafflix_apart": "commjax.algorithms.scafflix.remote",
+    "commjax.algorithms.scafflix_round": "commjax.algorithms.scafflix.communication",
+    "commjax.algorithms.sketched": "commjax.algorithms.fedp3.sketched",
+    "commjax.algorithms.submodels": "commjax.algorithms.fedp3.submodels",
+    "commjax.base": "commjax.core.base",
+    "commjax.checkpoint": "commjax.core.checkpoint",
+    "commjax.checks": "commjax.core.checks",
+    "commjax.clients": "commjax.core.rounds",
+    "commjax.clustering": "commjax.sampling.clustering",
+    "commjax.cohorts": "commjax.sampling.samplings",
+    "commjax.compressors.envelope": "commjax.federation.envelope",
+    "commjax.compressors.laws": "commjax.compressors.exact_laws",
+    "commjax.compressors.lift": "commjax.compressors.vectors",
+    "commjax.compressors.select": "commjax.compressors.selection",
+    "commjax.contract": "commjax.federation.contract",
+    "commjax.data.fedjax_feed": "commjax.integrations.fedjax",
+    "commjax.data.own": "commjax.data.local_rows",
+    "commjax.data.tfds_feed": "commjax.integrations.tfds",
+    "commjax.distributed": "commjax.devices.distributed",
+    "commjax.exchange": "commjax.federation.exchange",
+    "commjax.flower": "commjax.federation.flower",
+    "commjax.layers": "commjax.algorithms.fedp3.layers",
+    "commjax.llm.flax_face": "commjax.integrations.flax",
+    "commjax.local": "commjax.core.local",
+    "commjax.one_run_audit": "commjax.algorithms.fedp3.one_run_audit",
+    "commjax.optax_face": "commjax.integrations.optax",
+    "commjax.parallel": "commjax.devices.parallel",
+    "commjax.plans": "commjax.algorithms.fedp3.plans",
+    "commjax.private_training": "commjax.algorithms.fedp3.private_training",
+    "commjax.problems.layered": "commjax.models.layered",
+    "commjax.problems.networks": "commjax.models.networks",
+    "commjax.problems.resnet": "commjax.models.resnet",
+    "commjax.progress": "commjax.core.progress",
+    "commjax.prox.adaptive": "commjax.prox.solvers.adaptive",
+    "commjax.prox.federated": "commjax.prox.solvers.federated",
+    "commjax.prox.quasi_newton": "commjax.prox.solvers.quasi_newton",
+    "commjax.recommend": "commjax.algorithms.recommend",
+    "commjax.records": "commjax.core.records",
+    "commjax.robust": "commjax.core.robust",
+    "commjax.runner": "commjax.core.runner",
+    "commjax.signals": "commjax.core.signals",
+    "commjax.tree": "commjax.core.tree",
+}
+
+
+def message(name: str) -> str:
+    """The text for an old name.
+
+    Args:
+        name: the old name of a module, one of `MOVED`.
+
+    Returns:
+        One sentence that names the new module.
+    """
+    return f"{name} is now {MOVED[name]}"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Refuses old names; it stands last, so that it is asked only for what is not there."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED:
+            raise ModuleNotFoundError(message(fullname), name=fullname)
+        return None
+
+
+def install() -> None:
+    """Let imports of old names say the new ones."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())

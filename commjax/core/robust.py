@@ -1,0 +1,117 @@
+"""Reducers that a few wrong clients cannot move far: coordinate-wise median, trimmed mean, norm clipping.
+
+    algorithm = fedavg.fedavg(value_and_grad, steps=5, reduce=robust.median())
+
+The server reduces the messages that it accepts.  A message that is not finite, or absurdly large (`clients.acceptable`), is left out
+first, in a simulation as in a federation.  Rows have a leading axis of messages; `present` says which of them count.
+
+They void theorems.  Every convergence theorem of this library uses that the server gets the mean of the messages: that it is
+unbiased, and that h = mean_i h_i (EF-BV: Thm 2.1 to 2.3, with EF21 and DIANA), c = mean_i c_i (Scaffold), or that a sum over clients
+vanishes (Scafflix).  With a reducer of this module none of them holds; nor does it where all clients are honest, unless they send
+the same.  Stepsizes of `theoretical` are then a rule of thumb.  A sparse message is mostly zeros: a coordinate that fewer than half
+of the clients send has median 0, so take dense or quantized messages.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Shaped
+
+from commjax.core.base import Reducer
+
+__all__ = ["Reducer", "clipped_mean", "median", "trimmed_mean"]
+
+
+def _column(values: Array, leaf: Array) -> Array:
+    return values.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def _sorted(leaf: Array, present: Array) -> Array:
+    """Those that count in ascending order, then the others"""
+    return jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.asarray(jnp.inf, leaf.dtype)), axis=0)
+
+
+def median() -> Reducer:
+    """The median of each coordinate; of an even number of messages the mean of the two in the middle.
+
+    Returns:
+        A reducer that fewer than half of the messages cannot move beyond the values of the others.
+
+    >>> float(median().reduce(jnp.array([1.0, 2.0, 99.0]), jnp.ones(3, bool)))
+    2.0
+    """
+
+    def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
+        number = jnp.sum(present)
+
+        def one(leaf: Shaped[Array, "n ..."]) -> Array:
+            ordered = _sorted(leaf, present)
+            low, high = (jnp.take(ordered, at, axis=0, mode="clip") for at in ((number - 1) // 2, number // 2))
+            return low + (high - low) * jnp.asarray(0.5, leaf.dtype)
+
+        return jax.tree.map(one, rows)
+
+    return Reducer("median", reduce)
+
+
+def trimmed_mean(trim: float) -> Reducer:
+    """The mean of each coordinate without its floor(trim c) smallest and as many largest values, of c messages.
+
+    Args:
+        trim: share of the messages that is dropped at each end, 0 <= trim < 0.5; 0 is the mean.
+
+    Returns:
+        A reducer that floor(trim c) wrong messages cannot move beyond the values of the others.
+
+    >>> float(trimmed_mean(0.25).reduce(jnp.array([-50.0, 1.0, 3.0, 99.0]), jnp.ones(4, bool)))
+    2.0
+    """
+    if not 0 <= trim < 0.5:
+        raise ValueError(f"trim={trim}; allowed: 0 <= trim < 0.5")
+
+    def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
+        number = jnp.sum(present)
+        # In steps of one message; 1e-6: 0.3 times 10 is 3, also where the product is rounded down.
+        dropped = jnp.floor(trim * number.astype(jnp.float32) + 1e-6).astype(number.dtype)
+        at = jnp.arange(len(present), dtype=number.dtype)
+        stays = (at >= dropped) & (at < number - dropped)
+
+        def one(leaf: Shaped[Array, "n ..."]) -> Array:
+            kept = jnp.where(_column(stays, leaf), _sorted(leaf, present), jnp.zeros((), leaf.dtype))
+            return jnp.sum(kept, axis=0) / (number - 2 * dropped).astype(leaf.dtype)
+
+        return jax.tree.map(one, rows)
+
+    return Reducer(f"trimmed-mean({trim:g})", reduce)
+
+
+def clipped_mean(norm: float) -> Reducer:
+    """The mean of messages that are shortened to Euclidean norm `norm`, over all leaves together, where they are longer.
+
+    Args:
+        norm: the largest norm of a message, positive and finite.
+
+    Returns:
+        A reducer that one of c messages moves by at most `norm` / c.
+
+    >>> clipped_mean(5.0).reduce(jnp.array([[30.0, 40.0], [3.0, 4.0]]), jnp.ones(2, bool)).tolist()
+    [3.0, 4.0]
+    """
+    if not 0 < norm < float("inf"):
+        raise ValueError(f"norm={norm}; allowed: positive and finite")
+
+    def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
+        wide = jnp.zeros(()).dtype
+        leaves = [leaf.astype(wide).reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)]
+        # The largest number first: the square of an accepted number is finite, a sum of many need not be.
+        most = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), axis=1, initial=0) for leaf in leaves]), axis=0)
+        unit = jnp.where(most > 0, most, 1)
+        sums = jnp.stack([jnp.sum((leaf / unit[:, None]) ** 2, axis=1) for leaf in leaves])
+        shorter = jnp.minimum(1, norm / jnp.where(most > 0, most * jnp.sqrt(jnp.sum(sums, axis=0)), norm))
+        weight = jnp.where(present, shorter, 0) / jnp.sum(present).astype(wide)
+
+        def one(leaf: Shaped[Array, "n ..."]) -> Array:
+            return jnp.sum(leaf * _column(weight, leaf).astype(leaf.dtype), axis=0)
+
+        return jax.tree.map(one, rows)
+
+    return Reducer(f"clipped-mean({norm:g})", reduce)

@@ -1,0 +1,331 @@
+"""A round in two places: what a client and what the server do with bytes.  No network here (see `commjax.federation.flower`).
+
+    server   letters(contract, server, counted)      ->  one sealed message for each client that takes part
+    client   answer(contract, id, data, memory, letter)  ->  what it remembers, and its sealed reply
+    server   close(contract, server, replies)        ->  the next server, and a report of what was sent
+
+The payload up is `compressor.encode`, the payload down the raw leaves of the fields that the method names (`Exchange.down`), unless the
+method writes them itself, client by client (`Exchange.letter` and `reply`).  Both have exactly the bits of the simulation's ledger.  Client and server add the decoded message, so that h = mean_i h_i holds bit
+for bit.  A client commits a round only when the server's next letter says that its message was counted: a reply that came too late
+changes nothing on either side.
+
+A message whose numbers are not finite, or so large that sums and squares of them would not be (`clients.acceptable`), is refused like one
+that did not come: by the server with the client and the round, by the client with the round.  A step of the server that does not end in
+finite params is a `DivergedError`, and the server that was given stays the last good one.
+
+With a reducer of `commjax.core.robust` the server reduces the messages that it accepted, however many clients are absent.
+
+Privacy.  Everybody knows the contract's key, so a method that hides data behind noise (`Exchange.private`: LDP-FedP3) must not draw it
+from there.  A client draws a new secret key from the operating system for every answer and forgets it; nobody can compute the rows
+and the noise of a round, not even the client later.  It answers each of `Contract.rounds` rounds once, so that a server
+which asks again, or for more, learns nothing beyond `accounting.certify(noise, rate, rounds, delta)`; and it sends no loss, which is a nan.
+The limits: that count is in the client's `Memory`, and is of one run; the secret has 64 bits, and JAX's generator (threefry) and
+floating-point noise are good statistics, but no cryptography.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from commjax.compressors import wire
+from commjax.compressors.vectors import payload_bytes
+from commjax.core import checks, rounds
+from commjax.core.base import Exchange, Key, Message, Round
+from commjax.core.runner import BatchFn, DivergedError
+from commjax.federation.contract import (
+    Contract,
+    fingerprint,
+    halves,
+    key_round,
+    keys_of,
+    members,
+    price_down,
+    received_fields,
+    start,
+)
+from commjax.federation.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
+
+__all__ = [
+    "AbsentError", "Contract", "Memory", "Report", "answer", "close", "fingerprint", "first_memory", "halves", "letters", "members",
+    "start",
+]  # fmt: skip
+
+
+_LAST_ROUND = 2**31 - 1  # `server.round` is an int32
+
+
+class AbsentError(RuntimeError):
+    """A client did not answer, and the method's theory has no place for that."""
+
+
+class Memory(NamedTuple):
+    """What a client keeps between two rounds: its row as it was counted last, and as it will be if its reply counts."""
+
+    row: bytes
+    last: int  # the round of `row`; -1: none yet
+    pending: bytes
+    pending_round: int
+
+
+class Report(NamedTuple):
+    """One round as the server saw it.  The first three are `Metrics` of a simulation if nobody was absent."""
+
+    loss: float  # mean over those who answered; nan of a private method
+    bits_up: float  # payload of one client, mean over all n
+    bits_down: float
+    header_bytes: int  # of all envelopes, both ways; not in the ledger
+    absent: dict[int, str]  # id -> why
+
+
+@cache
+def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
+    """Three compiled functions: the client before and after it sends, and the server's step."""
+
+    def client_side(send, keys, hparams, server, row, data):
+        key_step, key_batch = (jax.random.fold_in(key, server.round) for key in keys[:2])
+        batch = batch_fn(key_batch, row.id[None], jax.tree.map(lambda leaf: leaf[None], data))
+        own = jax.tree.map(lambda leaf: leaf[0], batch)
+        return exchange.client_step(Round(key_step, row.id, n, send, keys[2], keys[0]), hparams, server, row, own)
+
+    @jax.jit
+    def before(keys, hparams, server, row, data):
+        sent: list[PyTree] = []
+        message = Message(None, jnp.zeros(()))
+
+        def send(x):
+            nonlocal message
+            sent.append(x)
+            message = rounds.message_of(exchange, jax.random.fold_in(keys[0], server.round), x, row.id, n)
+            return message
+
+        row, returned, loss = client_side(send, keys, hparams, server, row, data)
+        if len(sent) != 1 or returned is not message:
+            raise ValueError(f"client_step must return what one round.send gave it, it called it {len(sent)} times")
+        # What is sent as it is is known at once: no second program, and no other rounding.
+        return sent[0], loss, row if exchange.compressor is None else None
+
+    @jax.jit
+    def after(keys, hparams, server, row, data, value):
+        # The gradient is not computed again: nothing that is returned depends on it.
+        return client_side(lambda x: Message(value, jnp.zeros(())), keys, hparams, server, row, data)[0]
+
+    @jax.jit
+    def step(key, hparams, server, ids, values):
+        if exchange.joined is not None:
+            return rounds.next_round(server, exchange.joined(key, hparams, server, ids, values))
+        assert exchange.server_step is not None
+        value, _ = rounds.reduced(exchange.reduce, values, jnp.zeros(len(ids)))
+        return rounds.next_round(server, exchange.server_step(hparams, server, value))
+
+    return before, after, step
+
+
+def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
+    """What the server sends in this round, by client; `counted`: the last round in which each was counted, -1 before."""
+    exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
+    asked = members(contract, round)
+    if exchange.letter is None:
+        payloads = [wire.encode_tree(received_fields(exchange, server))] * len(asked)
+    else:
+        payloads = exchange.letter.write(key_round(contract, round), server, asked, contract.n)
+    for i, payload in zip(asked, payloads, strict=True):
+        if 8 * len(payload) != price_down(exchange, server, i):
+            price = price_down(exchange, server, i)
+            raise ValueError(f"the letter to client {i} has {8 * len(payload)} bits, but the ledger says {price:g}")
+    return {i: seal(Header("down", run, round, i, counted.get(i, -1)), one) for i, one in zip(asked, payloads)}
+
+
+def first_memory(contract: Contract, id: int) -> Memory:
+    """Before a client has spoken"""
+    row = jax.tree.map(lambda leaf: leaf[0], start(contract, jnp.asarray([id])).clients)
+    return Memory(wire.encode_tree(row), -1, b"", -1)
+
+
+def _committed(memory: Memory, id: int, counted: int) -> Memory:
+    if counted == memory.last:
+        return memory
+    if counted == memory.pending_round:
+        return Memory(memory.pending, counted, b"", -1)
+    known = [round for round in (memory.last, memory.pending_round) if round >= 0]
+    raise RefusedError(
+        f"client {id} was counted in round {counted}, but remembers {known or 'none'}: its state is lost"
+    )
+
+
+@cache
+def _commit(exchange: Exchange) -> Any:
+    assert exchange.commit is not None
+    return jax.jit(exchange.commit)
+
+
+def _new_secret() -> Key:
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)), impl="threefry2x32")
+
+
+def answer(
+    contract: Contract, id: int, data: PyTree, memory: Memory, letter: bytes, secret: Key | None = None
+) -> tuple[Memory, bytes]:
+    """A client's part of a round; `data` is its own, without a client axis.  A `RefusedError` leaves everything as it was.
+
+    Of a private method, keep the memory before the reply leaves.  `secret`: for tests; by default one that nobody knows.
+    """
+    exchange, run = halves(contract), fingerprint(contract)
+    first = start(contract, jnp.asarray([id]))
+    header, payload = unseal(letter, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
+    if header.client != id:
+        raise RefusedError(f"foreign: a letter to client {header.client}, this is client {id}")
+    if header.round > _LAST_ROUND:
+        raise RefusedError(f"malformed: client {id} was asked for round {header.round}; allowed: 0 to {_LAST_ROUND}")
+    if exchange.private:
+        secret = _new_secret() if secret is None else secret
+        if not max(memory.last, memory.pending_round) < header.round < (contract.rounds or 0):
+            raise RefusedError(
+                f"client {id} answers each of {contract.rounds} rounds of a private method once, in order, not {header.round} "
+                f"after {max(memory.last, memory.pending_round)}"
+            )
+    elif secret is not None:
+        raise ValueError("secret: this method is not private; allowed: None")
+    # What is not sent is None, so that a method cannot read it.
+    key = key_round(contract, header.round)
+    try:
+        if exchange.letter is None:
+            received = wire.decode_tree(payload, received_fields(exchange, first.server))
+        else:
+            received = exchange.letter.read(key, payload, first.server, id, contract.n)
+    except ValueError as error:
+        raise RefusedError(f"malformed: {error}") from error
+    _refuse_numbers(f"the download of round {header.round} to client {id}", received)
+    fields = dict(zip(exchange.down, (received,) if len(exchange.down) == 1 else received))
+    blank = type(first.server)(*(None for _ in first.server))
+    server = blank._replace(round=jnp.asarray(header.round, first.server.round.dtype), **fields)
+
+    known, memory = memory.last, _committed(memory, id, header.counted)
+    row = jax.tree.map(jnp.asarray, wire.decode_tree(memory.row, jax.tree.map(lambda leaf: leaf[0], first.clients)))
+    if exchange.commit is not None and memory.last != known:
+        row = _commit(exchange)(contract.hparams, server, row)
+        memory = memory._replace(row=wire.encode_tree(row))
+
+    before, after, _ = _programs(exchange, contract.n, contract.batch_fn)
+    everything = ((*keys_of(contract), secret), contract.hparams, server, row, data)
+    x, loss, new = before(*everything)
+    if exchange.reply is not None:
+        sent = exchange.reply.write(key, x, id, contract.n)
+    elif exchange.compressor is None:
+        sent = wire.encode_tree(x)
+    else:
+        sent = exchange.compressor.encode(key, x, id, contract.n)
+        new = after(*everything, exchange.compressor.decode(key, sent, x, id, contract.n))
+    pending = wire.encode_tree(new)
+    told = math.nan if exchange.private else float(loss)
+    reply = seal(Header("up", run, header.round, id, loss=told), sent)
+    return memory._replace(pending=pending, pending_round=header.round), reply
+
+
+def _refuse_numbers(what: str, received: PyTree) -> None:
+    """RefusedError for numbers that are not finite or above `clients.largest` of their dtype"""
+    for leaf in map(np.asarray, jax.tree.leaves(received)):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        most = rounds.largest(leaf.dtype)
+        wrong = ~(np.abs(leaf.astype(np.float64)) <= most)
+        if wrong.any():
+            raise RefusedError(
+                f"{what} has {int(wrong.sum())} of {leaf.size} numbers that are not finite or too large, such as "
+                f"{float(leaf[wrong][0])}; allowed: magnitudes up to {most:.3g}"
+            )
+
+
+def longest_reply(contract: Contract, server: Any, id: int) -> int:
+    """Bytes of the payload that a client sends in this round: an exact integer at any size.
+
+    Args:
+        contract: of the run.
+        server: at the beginning of the round; shapes and dtypes of what it sends are enough.
+        id: of the client.
+
+    Returns:
+        The number of bytes; for a compressor without `length`, an upper bound.
+    """
+    exchange, like = halves(contract), received_fields(halves(contract), server)
+    if exchange.reply is not None:
+        return int(exchange.reply.bits(server, id)) // 8
+    if exchange.compressor is None:
+        return rounds.dense_bits(like) // 8
+    return payload_bytes(exchange.compressor, key_round(contract, int(server.round)), like, id, contract.n)
+
+
+def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> tuple[PyTree, float, int]:
+    """(value, loss, payload bytes) of a reply, or a ValueError"""
+    exchange, round = halves(contract), int(server.round)
+    like, key = received_fields(exchange, server), key_round(contract, round)
+    header, payload = unseal(reply, kind="up", run=run, limit=longest_reply(contract, server, id))
+    if (header.client, header.round) != (id, round):
+        raise RefusedError(f"foreign: from client {header.client} in round {header.round}, not {id} in {round}")
+    if exchange.reply is not None:
+        value = exchange.reply.read(key, payload, server, id, contract.n)
+    elif exchange.compressor is None:
+        value = wire.decode_tree(payload, like)
+    else:
+        value = exchange.compressor.decode(key, payload, like, id, contract.n)
+    _refuse_numbers("the message", value)
+    if not (exchange.private or math.isfinite(header.loss)):
+        raise RefusedError(f"the loss it reports is {header.loss}; allowed: finite")
+    return value, header.loss, len(payload)
+
+
+def close(
+    contract: Contract, server: Any, replies: Mapping[int, bytes], reasons: Mapping[int, str] | None = None
+) -> tuple[Any, Report]:
+    """The server's part: open every reply, average, step.  `reasons`: why the others sent nothing.
+
+    A reply that is refused counts as none, and so does one with numbers that are not finite or too large.  Where absence belongs to
+    the compressor's law (`m_nice`), 0 stands in for it, as for a client that was not drawn, and h = mean_i h_i still holds.  With a
+    robust reducer (`Exchange.reduce`) it is left out.  Elsewhere it is an `AbsentError`.
+
+    Args:
+        contract: of the run.
+        server: at the beginning of the round.
+        replies: the sealed bytes of each client that answered, by id.
+        reasons: why the others sent nothing, by id.
+
+    Returns:
+        The next server, and a report.  `DivergedError` if its params are not finite; `server` is then the last good one.
+    """
+    exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
+    asked = members(contract, round)
+    absent = {i: (reasons or {}).get(i, "no answer") for i in asked if i not in replies}
+    opened: dict[int, tuple[PyTree, float, int]] = {}
+    for i in asked:
+        if i in replies:
+            try:
+                opened[i] = _open(contract, run, server, i, replies[i])
+            except ValueError as error:
+                absent[i] = str(error)
+    robust = exchange.reduce is not None
+    if absent and not (opened and (robust or (exchange.compressor and exchange.compressor.absence))):
+        who = "; ".join(f"client {i}: {why}" for i, why in sorted(absent.items()))
+        name = exchange.compressor.name if exchange.compressor else "an uncompressed message"
+        raise AbsentError(f"round {round}: {who}.  {name} has no theory for an absent client; compressors.m_nice has")
+    nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), received_fields(exchange, server))
+    counted = [i for i in asked if i in opened] if robust else asked
+    values = [opened[i][0] if i in opened else nothing for i in counted]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *values)
+    step = _programs(exchange, contract.n, contract.batch_fn)[2]
+    down = sum(price_down(exchange, server, i) for i in asked) / contract.n
+    after = step(keys_of(contract)[0], contract.hparams, server, jnp.asarray(counted, jnp.int32), stacked)
+    if not checks.finite_tree(after.params):
+        raise DivergedError(f"the server's params are not finite after round {round} with {contract.hparams}")
+    return after, Report(
+        loss=float(np.mean([loss for _, loss, _ in opened.values()])),
+        bits_up=8 * sum(size for _, _, size in opened.values()) / contract.n,
+        bits_down=down,
+        header_bytes=HEADER_BYTES * (len(asked) + len(opened)),
+        absent=absent,
+    )

@@ -1,0 +1,211 @@
+"""A real federation: any method that exchanges once a round as a Flower ServerApp and ClientApp (extra `flower`).
+
+    client_app(contract, data)          each SuperNode has `--node-config "partition-id=I"` and loads the data of client I only
+    server_app(contract, rounds=...)    one letter to every client that takes part, one reply each
+
+`contract(config)` and `data(config, id)` see the run's configuration (`[tool.flwr.app.config]`, `--run-config`).  Every message is one
+sealed record of bytes (`compressors.envelope`), the payload inside it exactly what the ledger counts (`commjax.federation.exchange`).  Flower
+carries it, and brings TLS and authentication; see BUILD.md.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from commjax.federation import exchange
+from commjax.federation.envelope import Header, RefusedError, seal, unseal
+from commjax.federation.exchange import AbsentError, Contract, Memory, Report
+
+Config = Mapping[str, Any]
+ID = "partition-id"  # Flower's own name
+_RECORD = "commjax"
+_REFUSED = 1000  # our error code in Flower's replies
+_PAUSE = 0.2  # seconds between two looks at the grid
+
+
+def _flwr() -> SimpleNamespace:
+    try:
+        app, client, server = (importlib.import_module(f"flwr.{name}") for name in ("app", "clientapp", "serverapp"))
+    except ImportError as error:
+        raise ImportError(
+            "commjax.federation.flower needs the extra 'flower': pip install 'commjax[flower]'"
+        ) from error
+    return SimpleNamespace(**{**vars(app), "ClientApp": client.ClientApp, "ServerApp": server.ServerApp})
+
+
+def _sealed(message: Any) -> bytes:
+    """The bytes of a message; none if it has another form, and no bytes are refused like any others"""
+    data = message.content[_RECORD].get("message") if _RECORD in message.content else None
+    return data if isinstance(data, bytes) else b""
+
+
+def _agreed(contract: Callable[[Config], Contract], context: Any) -> Contract:
+    return contract(context.run_config)._replace(run=context.run_id)
+
+
+def _own_id(context: Any, n: int) -> int:
+    id = context.node_config.get(ID)
+    if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n:
+        raise RefusedError(f'--node-config must have "{ID}=I", I an integer from 0 to {n - 1}, got {id!r}')
+    return id
+
+
+def client_app(contract: Callable[[Config], Contract], data: Callable[[Config, int], PyTree]) -> Any:
+    """The ClientApp; `data(config, id)` is one client's, without a client axis.  Its row lives in Flower's `context.state`."""
+    flwr = _flwr()
+    app = flwr.ClientApp()
+
+    def reply_to(message, answer: Callable[[bytes], bytes]):
+        try:
+            sealed = answer(_sealed(message))
+        except RefusedError as error:
+            return flwr.Message(flwr.Error(_REFUSED, f"refused: {error}"), reply_to=message)
+        return flwr.Message(flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": sealed})}), reply_to=message)
+
+    @app.query("hello")
+    def hello(message, context):
+        def answer(letter: bytes) -> bytes:
+            agreed = _agreed(contract, context)
+            run = exchange.fingerprint(agreed)
+            unseal(letter, kind="hello", run=run, limit=0)
+            return seal(Header("hello", run, 0, _own_id(context, agreed.n)), b"")
+
+        return reply_to(message, answer)
+
+    @app.query("round")
+    def one_round(message, context):
+        def answer(letter: bytes) -> bytes:
+            agreed = _agreed(contract, context)
+            id = _own_id(context, agreed.n)
+            known = _RECORD in context.state
+            memory = Memory(**context.state[_RECORD]) if known else exchange.first_memory(agreed, id)
+            own = jax.tree.map(jnp.asarray, data(context.run_config, id))
+            memory, sealed = exchange.answer(agreed, id, own, memory, letter)
+            context.state[_RECORD] = flwr.ConfigRecord(memory._asdict())
+            return sealed
+
+        return reply_to(message, answer)
+
+    return app
+
+
+def server_app(
+    contract: Callable[[Config], Contract],
+    *,
+    rounds: Callable[[Config], int],
+    timeout: Callable[[Config], float] = lambda config: 120.0,
+    on_round: Callable[[Config, Any, Report], None] = lambda config, server, report: None,
+) -> Any:
+    """The ServerApp.  `timeout`: seconds for all SuperNodes to come up, and for a round; `on_round(config, server, report)` sees
+    the server after each one."""
+    flwr = _flwr()
+    app = flwr.ServerApp()
+
+    @app.main()
+    def main(grid, context):
+        config = context.run_config
+
+        def seen(server, report):
+            print(f"round {int(server.round)}: {report}", flush=True)
+            on_round(config, server, report)
+
+        drive(flwr, grid, _agreed(contract, context), rounds(config), timeout(config), seen)
+
+    return app
+
+
+def drive(
+    flwr: Any, grid: Any, contract: Contract, rounds: int, timeout: float, seen: Callable[[Any, Report], None]
+) -> Any:
+    """`rounds` rounds on Flower's grid; the last server.  Whoever was absent in a round is not waited for in the next."""
+    nodes = _roll_call(flwr, grid, contract, timeout)
+    server = exchange.start(contract, jnp.arange(contract.n)).server
+    counted: dict[int, int] = {}
+    missing: set[int] = set()
+    for round in range(rounds):
+        letters = exchange.letters(contract, server, counted)
+        asked = {i: (nodes[i], letter) for i, letter in letters.items()}
+        patient = set(letters) - missing
+        replies, reasons = _ask(flwr, grid, "query.round", asked, timeout, lambda heard, _, who=patient: who <= heard)
+        server, report = exchange.close(contract, server, replies, reasons)
+        missing = set(report.absent)
+        counted |= {i: round for i in replies if i not in missing}
+        seen(server, report)
+    return server
+
+
+def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]:
+    """Client id -> node id, once all n are there."""
+    n, run = contract.n, exchange.fingerprint(contract)
+    until = time.monotonic() + timeout
+    while len(online := sorted(grid.get_node_ids())) < n:
+        if time.monotonic() > until:
+            raise AbsentError(f"{len(online)} of {n} SuperNodes are online after {timeout:g} s")
+        time.sleep(_PAUSE)
+    letter = seal(Header("hello", run, 0, 0), b"")
+    asked = {node: (node, letter) for node in online}  # one that has just died may still be among them
+
+    def opened(reply: bytes) -> int | str:
+        """The client that it is from, or why it is from none"""
+        try:
+            id = unseal(reply, kind="hello", run=run, limit=0)[0].client
+        except RefusedError as error:
+            return str(error)
+        return id if id < n else f"foreign: {ID} must be 0 to {n - 1}, got {id}"
+
+    def complete(heard: set[int], replies: dict[int, bytes]) -> bool:
+        return heard == set(asked) or len({id for id in map(opened, replies.values()) if isinstance(id, int)}) >= n
+
+    replies, reasons = _ask(flwr, grid, "query.hello", asked, timeout, complete)
+    nodes: dict[int, int] = {}
+    for node, reply in replies.items():
+        id = opened(reply)
+        if isinstance(id, str):
+            reasons[node] = id
+        elif id in nodes:
+            raise ValueError(f"{ID} must be of one SuperNode, got {id} from nodes {nodes[id]} and {node}")
+        else:
+            nodes[id] = node
+    if len(nodes) < n:
+        raise AbsentError(f"no SuperNode answers for clients {sorted(set(range(n)) - set(nodes))}: {reasons}")
+    return nodes
+
+
+def _ask(
+    flwr: Any,
+    grid: Any,
+    kind: str,
+    letters: Mapping[int, tuple[int, bytes]],
+    timeout: float,
+    enough: Callable[[set[int], dict[int, bytes]], bool],
+) -> tuple[dict[int, bytes], dict[int, str]]:
+    """letters: name -> (node, bytes).  Replies, and why there is none, by name, once `enough(names heard of, replies)`, or
+    time is over."""
+
+    def message(node: int, letter: bytes):
+        content = flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": letter})})
+        return flwr.Message(content, node, kind, ttl=2 * timeout)  # we stop waiting before Flower does
+
+    pushed = grid.push_messages([message(*letter) for letter in letters.values()])
+    names = {id: name for id, name in zip(pushed, letters) if id is not None}
+    reasons = {name: f"no answer within {timeout:g} s" for name in names.values()}
+    reasons = {name: reasons.get(name, "the SuperLink did not take the letter") for name in letters}
+    replies: dict[int, bytes] = {}
+    heard = set(letters) - set(names.values())
+    until = time.monotonic() + timeout
+    while not enough(heard, replies) and time.monotonic() < until:
+        time.sleep(_PAUSE)
+        for found in grid.pull_messages(list(names)):
+            name = names.pop(found.metadata.reply_to_message_id)
+            heard.add(name)
+            if found.has_error():
+                reasons[name] = str(found.error.reason)
+            else:
+                replies[name] = _sealed(found)
+    return replies, {name: why for name, why in reasons.items() if name not in replies}

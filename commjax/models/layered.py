@@ -1,0 +1,124 @@
+"""The networks of Chapter 4 with their layers named, so that `commjax.algorithms.fedp3.layers` can tell them apart."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from commjax.algorithms.fedp3.layers import Layers, named
+from commjax.models.networks import Conv
+from commjax.pruning.statistics import Statistics, of
+
+
+class LayeredCnn(nn.Module):
+    """Layers conv1, conv2, fc1, fc2, ffc: two 5 x 5 convolutions with pooling, three dense layers without biases.
+
+    With 32 x 32 x 3 images 2,804,544 parameters, as in the table; ``side=32`` pads smaller images, as its count for Fashion-MNIST
+    (2,801,344) needs.  ``width``, ``hidden`` and ``hidden_layers`` (dense ones before the last) make it smaller.
+
+    Thesis: L4005.  Differs: F4 (the text says four dense layers; the table and all its figures have three).
+
+    >>> import jax
+    >>> images = jnp.ones((1, 28, 28, 1))
+    >>> shapes = jax.eval_shape(LayeredCnn(side=32).init, jax.random.key(0), images)["params"]
+    >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    2801344
+    """
+
+    classes: int = 10
+    width: int = 64
+    hidden: int = 1024
+    side: int | None = None
+    patches: bool = False
+    dtype: DTypeLike = jnp.float32
+    hidden_layers: int = 2
+
+    @nn.compact
+    def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        x = x.astype(self.dtype)
+        if self.side is not None:
+            spare = self.side - x.shape[1], self.side - x.shape[2]
+            x = jnp.pad(x, ((0, 0), *((by // 2, by - by // 2) for by in spare), (0, 0)))
+        for name in ("conv1", "conv2"):
+            x = nn.relu(Conv(self.width, 5, patches=self.patches, dtype=self.dtype, name=name)(x))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        x = x.reshape(x.shape[0], -1)
+        for number in range(1, self.hidden_layers + 1):
+            x = nn.relu(_dense(self.hidden, f"fc{number}", self.dtype)(x))
+        return _dense(self.classes, "ffc", self.dtype)(x)
+
+
+class LayeredMlp(nn.Module):
+    """Layers fc1, fc2, ..., ffc, dense, without biases: 2,910,208 parameters on 28 x 28 images.
+
+    Thesis: L4020 (EMNIST-L).
+
+    >>> import jax
+    >>> shapes = jax.eval_shape(LayeredMlp().init, jax.random.key(0), jnp.ones((1, 28, 28, 1)))["params"]
+    >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    2910208
+    """
+
+    classes: int = 10
+    widths: Sequence[int] = (1024, 1024, 1024)
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Shaped[Array, "b ..."]) -> Float[Array, "b classes"]:
+        x = x.reshape(x.shape[0], -1).astype(self.dtype)
+        for number, width in enumerate(self.widths, 1):
+            x = nn.relu(_dense(width, f"fc{number}", self.dtype)(x))
+        return _dense(self.classes, "ffc", self.dtype)(x)
+
+
+def _dense(width: int, name: str, dtype: Any) -> nn.Dense:
+    return nn.Dense(width, use_bias=False, name=name, dtype=dtype, param_dtype=dtype)
+
+
+def layers(params: Any) -> Layers:
+    """The layers of either network, in the order of computation.
+
+    >>> import jax
+    >>> params = LayeredMlp(widths=(4,)).init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    >>> layers(params).names
+    ('fc1', 'ffc')
+    """
+    return named(params, final="ffc")
+
+
+def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statistics]]:
+    """What the inputs and outputs of every kernel are on the images `held`, for scores that look at activations.
+
+    The inputs of a convolution are its patches, in the order of the kernel's first three axes.
+
+    >>> import jax
+    >>> module, images = LayeredMlp(widths=(4,)), jnp.ones((2, 8))
+    >>> params = module.init(jax.random.key(0), images)["params"]
+    >>> sorted(statistics(module, images)(params))
+    ['fc1/kernel', 'ffc/kernel']
+    """
+
+    def found(params: Any) -> dict[str, Statistics]:
+        seen = {}
+
+        def look(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+            out = call(*args, **kwargs)
+            if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Conv):
+                x = args[0]
+                if isinstance(context.module, Conv):
+                    size = context.module.size
+                    rows, columns = out.shape[1:3]
+                    parts = [x[:, i : i + rows, j : j + columns] for i in range(size) for j in range(size)]
+                    x = jnp.concatenate(parts, axis=-1)
+                path = "/".join((*context.module.path, "kernel"))
+                seen[path] = of(x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]))
+            return out
+
+        with nn.intercept_methods(look):
+            module.apply({"params": params}, jnp.asarray(held))
+        return seen
+
+    return found

@@ -1,0 +1,105 @@
+"""ResNet-18 for 32 x 32 images, with its 18 layers named."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from commjax.algorithms.fedp3 import plans
+from commjax.algorithms.fedp3.layers import Layers, named
+from commjax.algorithms.fedp3.plans import Plan
+from commjax.models.networks import Conv
+
+BLOCKS = (1, 2, 3, 4)
+VARIANTS = ("Full", "-B2-B3 (full)", "-B2 (part)", "-B3 (part)")
+
+
+class ResNet18(nn.Module):
+    """An input layer, four blocks of four 3 x 3 convolutions with skip connections, an output layer: 11,173,962 parameters.
+
+    Block b has layers b{b}_1 to b{b}_4, each a convolution and its norm; the 1 x 1 convolution of the skip connection where the shape
+    changes (blocks 2 to 4) belongs to b{b}_2, after which it is added.  GroupNorm (``groups``) stands where the original has BatchNorm,
+    whose running means would be a state that clients have to exchange as well.  ``width``: channels of the first block;
+    ``patches``: as `networks.Conv`'s.
+
+    Thesis: L1832, figure L1840.  Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
+
+    >>> import jax
+    >>> shapes = jax.eval_shape(ResNet18().init, jax.random.key(0), jnp.ones((1, 32, 32, 3)))["params"]
+    >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    11173962
+    """
+
+    classes: int = 10
+    width: int = 64
+    groups: int = 8
+    dtype: DTypeLike = jnp.float32
+    patches: bool = False
+
+    @nn.compact
+    def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
+            how: dict[str, Any] = {"patches": self.patches, "stride": stride, "use_bias": False, "dtype": self.dtype}
+            made = Conv(width, size, "SAME", name=f"{name}_conv", **how)(x)
+            norm: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}
+            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(made)
+
+        x = nn.relu(conv(x.astype(self.dtype), "input", self.width))
+        for block in BLOCKS:
+            width = self.width * 2 ** (block - 1)
+            for first in (1, 3):
+                stride = 2 if block > 1 and first == 1 else 1
+                y = nn.relu(conv(x, f"b{block}_{first}", width, stride=stride))
+                y = conv(y, f"b{block}_{first + 1}", width)
+                if stride > 1:
+                    x = conv(x, f"b{block}_skip", width, 1, stride)
+                x = nn.relu(x + y)
+        x = jnp.mean(x, axis=(1, 2))
+        return nn.Dense(self.classes, name="output", dtype=self.dtype, param_dtype=self.dtype)(x)
+
+
+def block_layers(block: int, of: Sequence[int] = (1, 2, 3, 4)) -> list[str]:
+    """The names of layers of one block.
+
+    >>> block_layers(2, (1, 2))
+    ['b2_1', 'b2_2']
+    """
+    return [f"b{block}_{number}" for number in of]
+
+
+def layers(params: Any) -> Layers:
+    """The 18 layers, in the order of computation."""
+    groups = {"input": ["input_conv", "input_norm"]}
+    for block in BLOCKS:
+        for name in block_layers(block):
+            skip = [f"b{block}_skip_conv", f"b{block}_skip_norm"] if block > 1 and name.endswith("_2") else []
+            groups[name] = [f"{name}_conv", f"{name}_norm", *skip]
+    return named(params, final="output", groups=groups | {"output": ["output"]})
+
+
+def left_out(name: str) -> list[list[str]]:
+    """Of a plan of the ablation: the sets of layers of which each client leaves out one.
+
+    Full: nothing; -B2-B3 (full): all of B2 or all of B3; -B2 (part), -B3 (part): the first or the last two layers of the block.
+    """
+    halves = {block: [block_layers(block, (1, 2)), block_layers(block, (3, 4))] for block in (2, 3)}
+    sets = {
+        "Full": [[]],
+        "-B2-B3 (full)": [block_layers(2), block_layers(3)],
+        "-B2 (part)": halves[2],
+        "-B3 (part)": halves[3],
+    }
+    if name not in sets:
+        raise ValueError(f"name={name!r}; allowed: {', '.join(map(repr, sets))}")
+    return sets[name]
+
+
+def variant(layers: Layers, n: int, name: str, *, seed: int = 0, keep: ArrayLike = 0.9) -> Plan:
+    """The plans of the ablation: what each client does not train, drawn for each.
+
+    Thesis: L1832, table L1847.
+    """
+    return plans.without(layers, n, left_out(name), seed=seed, keep=keep)

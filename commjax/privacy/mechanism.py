@@ -1,0 +1,135 @@
+"""What a client does to keep its rows private: Poisson sampling, clipping of each row's gradient, Gaussian noise.
+
+A round releases (sum of clipped gradients of rows that came with chance q each + z C N(0, I)) / (q m), m being public.  What that
+costs over all rounds, and how large the multiplier z must be, is in `commjax.privacy.accounting`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+
+from commjax.core.base import Key, Params
+from commjax.core.local import _weights, _with_weights
+
+Loss = Callable[[Params, Any], Array]  # (params, rows of one client) -> the mean over rows; see `check_per_example`
+
+
+def num_rows(data: PyTree) -> int:
+    """How many rows a client's data has, padding included"""
+    counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(data)}
+    if len(counts) != 1 or 0 in counts:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
+        raise ValueError(f"private rows: every leaf of a client's data must be [rows, ...], got shapes {shapes}")
+    return counts.pop()
+
+
+def present(data: PyTree) -> Bool[Array, "m"]:
+    """Which rows are not padding (weight 0)"""
+    weights = _weights(data)
+    return jnp.ones(num_rows(data), bool) if weights is None else weights > 0
+
+
+def single(data: PyTree, row: Int[Array, ""]) -> PyTree:
+    """One row as data of its own, with weight 1"""
+    one = jax.tree.map(lambda leaf: leaf[row][None], data)
+    weights = _weights(one)
+    return one if weights is None else _with_weights(one, jnp.ones_like(weights))
+
+
+def poisson(key: Key, rate: Shaped[Array, ""] | float, rows: Bool[Array, "m"]) -> Bool[Array, "m"]:
+    """Each of `rows` with chance `rate`, independently, and never with more: 2^-32 floor(2^32 (1 - 2^-22) rate), or 1 at 1.
+
+    (A float32 uniform has steps of 2^-23, which would make a rate of 2e-7 one of 2.4e-7.)  The same whatever the precision of the run.
+
+    >>> poisson(jax.random.key(0), 1.0, jnp.array([True, False])).tolist()
+    [True, False]
+    """
+    rate = jnp.asarray(rate, jnp.float32)
+    limit = (rate * jnp.float32(2**32 - 2**10)).astype(jnp.uint32)
+    return ((jax.random.bits(key, rows.shape, jnp.uint32) < limit) | (rate >= 1)) & rows
+
+
+def clip_factor(squared_norm: Float[Array, "..."], C: Shaped[Array, ""] | float) -> Float[Array, "..."]:
+    """min(1, C / |g|) from |g|^2, and 0 where that is not finite: such a gradient must not be seen in the sum either.
+
+    >>> clip_factor(jnp.array([4.0, 0.25, 0.0, jnp.nan, jnp.inf]), 1.0).tolist()
+    [0.5, 1.0, 1.0, 0.0, 0.0]
+    """
+    factor = jnp.minimum(1, jnp.asarray(C, squared_norm.dtype) / jnp.sqrt(squared_norm))
+    return jnp.where(jnp.isfinite(squared_norm), factor, 0)
+
+
+def _wide(leaf: Array) -> np.dtype:
+    return np.dtype(np.float64 if leaf.dtype == np.float64 else np.float32)
+
+
+def clipped_sum(
+    grads: PyTree, C: Shaped[Array, ""] | float, rows: Bool[Array, "m"]
+) -> tuple[PyTree, Float[Array, "m"]]:
+    """(sum over `rows` of g_j min(1, C / |g_j|), |g_j|^2), leaves of `grads` being [m, ...]; in float32 at least.
+
+    >>> found, _ = clipped_sum(jnp.array([[3.0, 4.0], [0.1, 0.0]]), 1.0, jnp.array([True, True]))
+    >>> [round(float(x), 6) for x in found]
+    [0.7, 0.8]
+    """
+    wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf)), grads)
+    dtype = max((leaf.dtype for leaf in jax.tree.leaves(wide)), key=lambda one: one.itemsize)
+    parts = [jnp.sum(jnp.square(leaf.reshape(len(rows), -1)), axis=1).astype(dtype) for leaf in jax.tree.leaves(wide)]
+    squared = sum(parts[1:], parts[0])
+    factor = jnp.where(rows, clip_factor(squared, C), 0)
+
+    def total(leaf: Array) -> Array:
+        flat = leaf.reshape(len(rows), -1)
+        # 0 * nan would be nan
+        safe = jnp.where((factor > 0)[:, None], flat, 0)
+        # In full precision: a product of truncated factors may be longer than C.
+        return jnp.matmul(factor.astype(leaf.dtype), safe, precision=jax.lax.Precision.HIGHEST).reshape(leaf.shape[1:])
+
+    return jax.tree.map(total, wide), squared
+
+
+def gaussian_like(key: Key, like: PyTree) -> PyTree:
+    """Independent N(0, 1), in the shapes and dtypes of `like`"""
+    leaves, treedef = jax.tree.flatten(like)
+    keys = [jax.random.fold_in(key, 2 + number) for number in range(len(leaves))]
+    return treedef.unflatten([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)])
+
+
+def check_per_example(loss: Loss, params: Params, data: PyTree, rtol: float = 1e-3) -> None:
+    """ValueError unless loss(params, data) is one number and the mean over rows of loss(params, row), as is its gradient.
+
+    A loss in which rows meet (batch normalisation, contrastive losses, unequal weights) has no gradient of a single row: what
+    would be clipped is then not a part of what is minimised.  `data` is that of one client.  Looked at in two points, `params` and
+    another nearby: in one alone (all zeros, say) much may agree by chance.
+    """
+    shape = jax.eval_shape(loss, params, data).shape
+    if shape != ():
+        raise ValueError(f"loss returns an array of shape {shape}; allowed: one number, the mean over a client's rows")
+    _check_at(loss, params, data, rtol)
+    moves = gaussian_like(jax.random.key(0), jax.tree.map(jnp.asarray, params))
+    _check_at(loss, jax.tree.map(lambda leaf, by: leaf + jnp.asarray(0.1, by.dtype) * by, params, moves), data, rtol)
+
+
+def _check_at(loss: Loss, params: Params, data: PyTree, rtol: float) -> None:
+    keep = np.asarray(present(data), np.float64)
+    value_and_grad = jax.value_and_grad(loss)
+    together = value_and_grad(params, data)
+    apart = jax.vmap(lambda row: value_and_grad(params, single(data, row)))(jnp.arange(num_rows(data)))
+    for one, many in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        mean = np.tensordot(keep, np.asarray(many, np.float64), 1) / keep.sum()
+        gap = np.abs(mean - np.asarray(one, np.float64)).max()
+        if not gap <= rtol * (1e-3 + np.abs(mean).max()):
+            raise ValueError(
+                f"loss is not a mean over rows: it or its gradient differs by {gap:.2g} from the mean of those of single rows; "
+                "allowed: a loss per example, averaged with equal weights, or clipping means nothing"
+            )
+
+
+def largest(data: PyTree) -> PyTree:
+    """The data of the client with the most rows, out of that of all (leading axis)."""
+    counts = jax.vmap(lambda one: jnp.sum(present(one)))(data)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[int(jnp.argmax(counts))]), data)

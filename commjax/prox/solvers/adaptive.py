@@ -1,0 +1,163 @@
+"""Inner solvers for networks that ask for one gradient of F a round: Adam, Apollo, OASIS; and what all solvers here share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from commjax.prox.solvers.base import Oracle, Point, Result, Solver, Vector, check_positive, evaluate, iterate
+
+
+def check_fractions(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, int | float) and not 0 <= value < 1:
+            raise ValueError(f"{name}={value}; allowed: 0 <= {name} < 1")
+
+
+def repeat(
+    oracle: Oracle, x: Vector, budget: Any, tolerance: Any, memory: Any, update: Callable, evaluations: int = 1
+) -> Result:
+    """`update(point, memory, number) -> (x, memory)` is a round, which nothing but a value that is not finite can break.
+
+    The last point is the result: on a network the best of few by |grad F| is often the start.
+    """
+
+    def advance(here, memory, number):
+        there, memory = update(here, memory, number)
+        return evaluate(oracle, there), memory, evaluations, False
+
+    return iterate(oracle, x, budget, tolerance, memory, advance, last=True)
+
+
+def transformed(
+    transform: optax.GradientTransformation, updates: PyTree, state: Any, params: PyTree
+) -> tuple[PyTree, Any]:
+    """Optax counts in integers that it mixes with floats: for it alone promotion is not strict, and the updates keep their dtype."""
+    with jax.numpy_dtype_promotion("standard"):
+        moved, state = transform.update(updates, state, params)
+    return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), moved, updates), state
+
+
+def adam(learning_rate: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Solver:
+    """Adam on F (Kingma and Ba 2015; `optax.scale_by_adam`); a round is one gradient of F.
+
+        m <- b1 m + (1 - b1) grad F(x)        v <- b2 v + (1 - b2) grad F(x)^2
+        x <- x - learning_rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Thesis: the solver of its networks (L5059).
+    Holds if: a constant rate stops at a distance of about learning_rate a coordinate.
+
+    >>> F = Oracle(lambda x: (jnp.vdot(x, x) / 2, x))
+    >>> result = adam(0.1)(F, jnp.ones(2), 20, 0.0)
+    >>> int(result.iterations), int(result.evaluations), bool(result.residual < 0.5)
+    (20, 21, True)
+    """
+    check_positive(learning_rate=learning_rate)
+    check_fractions(b1=b1, b2=b2)
+    transform = optax.scale_by_adam(b1, b2, eps)
+
+    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
+        def update(here, state, number):
+            direction, state = transformed(transform, here.grad, state, here.x)
+            return here.x - jnp.asarray(learning_rate, x.dtype) * direction, state
+
+        return repeat(oracle, x, budget, tolerance, transform.init(x), update)
+
+    return solve
+
+
+def apollo(learning_rate: Any, b: float = 0.9, sigma: float = 1.0, eps: float = 1e-4) -> Solver:
+    """Apollo (Ma 2020): a diagonal B from the weak secant equation d^T B d = -d^T (m_new - m), kept away from 0 by sigma.
+
+        m_new = m + (1 - b) / (1 - b^t) (grad F(x) - m)
+        B <- B - (d^T (m_new - m) + d^T B d) / (|d|_4 + eps)^4 d^2,   m <- m_new
+        d <- m / max(|B|, sigma)        x <- x - learning_rate d
+
+    B, d, m are 0 at first.  The step learning_rate is left out of the secant equation as in the paper, so B estimates learning_rate
+    times the Hessian, and (eps aside) only learning_rate / sigma matters.
+
+    Thesis: Apollo (L2332, L4689).
+    Holds if: learning_rate / sigma is below 1/L or so.
+    Differs: |d|_4 is over the whole vector, not a parameter tensor at a time; no warm-up of the rate (the paper starts with 500
+    iterations of rising rates, more than a cohort lives), no weight decay.
+    """
+    check_positive(learning_rate=learning_rate, sigma=sigma)
+    check_fractions(b=b)
+
+    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
+        def update(here, memory, number):
+            m, d, B = memory
+            t = (number + 1).astype(x.dtype)
+            change = (1 - b) / (1 - b**t) * (here.grad - m)
+            length = jnp.sum(d**4) ** 0.25 + eps
+            unit = d / length  # the quotient of the docstring, without fourth powers of small numbers
+            B = B - (jnp.vdot(unit, change) / length + jnp.vdot(unit, B * unit)) * unit**2
+            m = m + change
+            d = m / jnp.maximum(jnp.abs(B), sigma)
+            return here.x - jnp.asarray(learning_rate, x.dtype) * d, (m, d, B)
+
+        zero = jnp.zeros_like(x)
+        return repeat(oracle, x, budget, tolerance, (zero, zero, zero), update)
+
+    return solve
+
+
+def oasis(
+    learning_rate: Any = 0.1,
+    b1: float = 0.0,
+    b2: float = 0.99,
+    floor: float = 1e-5,
+    *,
+    adaptive: bool = True,
+    samples: int = 10,
+    seed: int = 0,
+) -> Solver:
+    """OASIS (Jahani et al. 2022): the diagonal of the Hessian by Hutchinson's estimator, averaged, and a stepsize that adapts.
+
+        D <- b2 D + (1 - b2) z * (H(x) z),   z uniform on {-1, 1}^d        A = max(|D|, floor)
+        e <- min(sqrt(1 + e / e_old) e, |x - x_old|_A / (2 |grad F(x) - grad F(x_old)|_{1/A})),   |u|_A^2 = sum_j A_j u_j^2
+        m <- b1 m + (1 - b1) grad F(x)        x <- x - e m / A
+
+    The first step is e = learning_rate, and all steps are if not `adaptive`; D starts as the mean over `samples` z.  H z is the
+    derivative of the gradient along z (`jax.jvp`) and travels with it: one evaluation, two vectors.  z come from `seed`.
+
+    Thesis: OASIS (L2333, L4687).
+    Holds if: F is twice differentiable; the paper's theory is for b1 = 0.
+    Differs: `adaptive` with b1 > 0 uses the same rule for e.
+    """
+    check_positive(learning_rate=learning_rate, floor=floor, samples=samples)
+    check_fractions(b1=b1, b2=b2)
+
+    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
+        key = jax.random.key(seed)
+
+        def probe(x, key):
+            z = jax.random.rademacher(key, x.shape, x.dtype)
+            (value, grad), (_, curved) = jax.jvp(oracle.value_and_grad, (x,), (z,))
+            return Point(x, value, grad), z * curved
+
+        def advance(here, memory, number):
+            D, m, step, growth, last = memory
+            A = jnp.maximum(jnp.abs(D), floor)
+            moved, turned = here.x - last.x, here.grad - last.grad
+            smooth = jnp.sqrt(jnp.sum(A * moved**2)) / (2 * jnp.sqrt(jnp.sum(turned**2 / A)))
+            adapted = jnp.minimum(jnp.sqrt(1 + growth) * step, smooth)
+            usable = adaptive & (number > 0) & jnp.isfinite(adapted) & (adapted > 0)
+            following = jnp.where(usable, adapted, step)
+            m = b1 * m + (1 - b1) * here.grad
+            there, sample = probe(here.x - following * m / A, jax.random.fold_in(key, number + 1))
+            # After the first step nothing bounds the growth.
+            growth = jnp.where(number > 0, following / step, jnp.inf)
+            return there, (b2 * D + (1 - b2) * sample, m, following, growth, here), 1, False
+
+        keys = jax.random.split(jax.random.fold_in(key, 0), samples)
+        D = jnp.mean(jax.lax.map(lambda key: probe(x, key)[1], keys), 0)
+        step = jnp.asarray(learning_rate, x.dtype)
+        last = Point(x, jnp.zeros((), x.dtype), jnp.zeros_like(x))
+        memory = (D, jnp.zeros_like(x), step, jnp.full_like(step, jnp.inf), last)
+        return iterate(oracle, x, budget, tolerance, memory, advance, last=True)
+
+    return solve

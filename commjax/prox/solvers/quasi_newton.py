@@ -1,0 +1,210 @@
+"""Line searches and what is built on them: nonlinear conjugate gradients, BFGS, L-BFGS, with the interface of `solvers`.
+
+Optimistix has the three as well; its steps are evaluations, its budget is static and its line search is Armijo's.  Here the budget
+counts iterations and may be traced (the grid of the thesis is over it), and steps satisfy the strong Wolfe conditions, as SciPy's
+do, on which the thesis's figures stand.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from commjax.prox.solvers.base import (
+    Oracle,
+    Point,
+    Result,
+    Solver,
+    Vector,
+    check_whole,
+    evaluate,
+    finite,
+    limits,
+    pick,
+    result_of,
+)
+
+
+class _Search(NamedTuple):
+    """A bracket around a zero of the directional derivative."""
+
+    low: Array
+    slope_low: Array
+    high: Array
+    slope_high: Array
+    step: Array  # to be tried next; the accepted one when done
+    point: Point  # the last trial that is low enough
+    count: Int[Array, ""]
+    done: Bool[Array, ""]
+
+
+def _search(here: Point, slope: Array, step: Any) -> _Search:
+    step = jnp.asarray(step, here.x.dtype)
+    infinite = jnp.full((), jnp.inf, here.x.dtype)
+    zero = jnp.zeros_like(step)
+    return _Search(zero, slope, infinite, infinite, step, here, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+
+
+def _narrow(search: _Search, here: Point, direction: Vector, trial: Point, c1: float, c2: float) -> _Search:
+    """What the trial at `search.step` teaches: accept it, or narrow the bracket by the secant of its ends (kept off them), or
+    double the step while the bracket is open."""
+    slope, found = jnp.vdot(here.grad, direction), jnp.vdot(trial.grad, direction)
+    # Near the optimum the decrease drowns in rounding; there the derivative alone decides.
+    rounding = 10 * jnp.finfo(here.x.dtype).eps * jnp.abs(here.value)
+    too_high = ~(trial.value <= here.value + c1 * search.step * slope + rounding) | ~finite(trial)
+    done = ~too_high & (jnp.abs(found) <= c2 * jnp.abs(slope))
+    over = too_high | (found > 0)
+    low, slope_low = pick(over, (search.low, search.slope_low), (search.step, found))
+    # Where F is not finite the slope says nothing: a steep one makes the secant a bisection.
+    uphill = jnp.where(jnp.isfinite(found) & (found > 0), found, jnp.abs(slope))
+    high, slope_high = pick(over, (search.step, uphill), (search.high, search.slope_high))
+    width = high - low
+    secant = low - slope_low * width / (slope_high - slope_low)
+    inside = jnp.clip(secant, low + 0.1 * width, high - 0.1 * width)
+    inside = jnp.where(jnp.isfinite(inside), inside, low + width / 2)
+    step = jnp.where(done, search.step, jnp.where(jnp.isfinite(high), inside, 2 * search.step))
+    point = pick(done | ~too_high, trial, search.point)
+    return _Search(low, slope_low, high, slope_high, step, point, search.count + 1, done)
+
+
+class _Descent(NamedTuple):
+    here: Point
+    best: Point  # smallest |grad| so far
+    direction: Vector
+    search: _Search
+    memory: Any
+    iterations: Int[Array, ""]
+    evaluations: Int[Array, ""]
+    broken: Bool[Array, ""]
+
+
+def descend(
+    oracle: Oracle,
+    x: Vector,
+    budget: Any,
+    tolerance: Any,
+    memory: Any,
+    propose: Callable,
+    c1: float,
+    c2: float,
+    most: int = 20,
+) -> Result:
+    """Line searches along `propose(here, before, direction, memory, number) -> (direction, first step, memory)`.
+
+    One turn of the loop is one evaluation, whether it ends a line search or not, so that under vmap no run waits for another's.
+    """
+    start = evaluate(oracle, x)
+    budget, tolerance = limits(budget, tolerance, x)
+    zero = jnp.zeros((), jnp.int32)
+
+    def begin(here, before, direction, memory, number):
+        direction, step, memory = propose(here, before, direction, memory, number)
+        return direction, _search(here, jnp.vdot(here.grad, direction), step), memory
+
+    def going_on(run: _Descent) -> Array:
+        return (run.iterations < budget) & (jnp.linalg.norm(run.here.grad) > tolerance) & ~run.broken
+
+    def one(run: _Descent) -> _Descent:
+        trial = evaluate(oracle, run.here.x + run.search.step * run.direction)
+        search = _narrow(run.search, run.here, run.direction, trial, c1, c2)
+        failed = ~search.done & (search.count >= most)
+        moved = search.done | failed
+        here = pick(moved, search.point, run.here)
+        following = begin(here, run.here, run.direction, run.memory, run.iterations + 1)
+        direction, search, memory = pick(search.done, following, (run.direction, search, run.memory))
+        better = jnp.linalg.norm(here.grad) <= jnp.linalg.norm(run.best.grad)
+        iterations = run.iterations + moved.astype(jnp.int32)
+        best = pick(better, here, run.best)
+        return _Descent(here, best, direction, search, memory, iterations, run.evaluations + 1, run.broken | failed)
+
+    first = begin(start, start, -start.grad, memory, zero)
+    run = _Descent(start, start, *first, zero, zero + 1, ~finite(start))
+    run = jax.lax.while_loop(going_on, one, run)
+    return result_of(run, run.best, tolerance, run.evaluations, run.evaluations)
+
+
+def _first_step(here: Point) -> Array:
+    norm = jnp.linalg.norm(here.grad)
+    return jnp.where(norm > 0, jnp.minimum(1.0, 1 / jnp.where(norm > 0, norm, 1)), 1.0)
+
+
+def conjugate_gradients() -> Solver:
+    """Nonlinear conjugate gradients (Polak and Ribiere, restarted when beta < 0), with a strong Wolfe line search."""
+
+    def propose(here, before, direction, memory, number):
+        square = jnp.vdot(before.grad, before.grad)
+        change = jnp.vdot(here.grad, here.grad - before.grad)
+        beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
+        following = -here.grad + jnp.where(number > 0, beta, 0) * direction
+        following = jnp.where(jnp.vdot(here.grad, following) < 0, following, -here.grad)
+        # As much decrease as last time, to first order.
+        ahead = jnp.vdot(here.grad, following)
+        guess = 1.01 * 2 * (here.value - before.value) / jnp.where(ahead < 0, ahead, -1)
+        guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(here))
+        return following, guess, memory
+
+    return lambda oracle, x, budget, tolerance: descend(oracle, x, budget, tolerance, (), propose, 1e-4, 0.4)
+
+
+class _Updates(NamedTuple):
+    """H = I + sum_k scale_k s_k s_k^T - rho_k (z_k s_k^T + s_k z_k^T), where z_k = H_k y_k was found when the pair came"""
+
+    s: Float[Array, "k d"]
+    z: Float[Array, "k d"]
+    rho: Float[Array, "k"]
+    scale: Float[Array, "k"]
+
+    def times(self, v: Vector) -> Vector:
+        along, across = self.s @ v, self.z @ v
+        return v + (self.scale * along - self.rho * across) @ self.s - (self.rho * along) @ self.z
+
+
+def bfgs(history: int = 100) -> Solver:
+    """BFGS with a strong Wolfe line search; the inverse Hessian H starts as the identity.
+
+        H <- (I - rho s y^T) H (I - rho y s^T) + rho s s^T,   rho = 1 / <s, y>
+           = H - rho (z s^T + s z^T) + (rho + rho^2 <y, z>) s s^T,   z = H y
+
+    H is kept as its updates (2 `history` vectors), which for a few iterations in many dimensions is much less than a matrix; after
+    `history` iterations it starts again from the identity.
+    """
+    check_whole(history=history)
+
+    def propose(here, before, direction, updates, number):
+        s, y = here.x - before.x, here.grad - before.grad
+        curvature = jnp.vdot(s, y)
+        positive = curvature > jnp.finfo(s.dtype).eps * jnp.linalg.norm(s) * jnp.linalg.norm(y)
+        rho = jnp.where(positive, 1 / jnp.where(positive, curvature, 1), 0)
+        slot = jnp.maximum(number - 1, 0) % history
+        updates = pick(slot == 0, jax.tree.map(jnp.zeros_like, updates), updates)
+        z = updates.times(y)
+        new = _Updates(s, z, rho, rho + rho**2 * jnp.vdot(y, z))
+        updates = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), updates, new)
+        return -updates.times(here.grad), jnp.where(number > 0, 1.0, _first_step(here)), updates
+
+    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
+        rows, row = jnp.zeros((history, x.shape[0]), x.dtype), jnp.zeros(history, x.dtype)
+        return descend(oracle, x, budget, tolerance, _Updates(rows, rows, row, row), propose, 1e-4, 0.9)
+
+    return solve
+
+
+def lbfgs(history: int = 10) -> Solver:
+    """Limited-memory BFGS, from Optax (`optax.scale_by_lbfgs`), with our line search, so that evaluations are counted alike."""
+    check_whole(history=history)
+    transform = optax.scale_by_lbfgs(memory_size=history)
+
+    def propose(here, before, direction, state, number):
+        with jax.numpy_dtype_promotion("standard"):  # Optax mixes widths of integers
+            scaled, state = transform.update(here.grad, state, here.x)
+        following = -jnp.asarray(scaled)
+        following = jnp.where(jnp.vdot(following, here.grad) < 0, following, -here.grad)
+        return following, jnp.where(number > 0, 1.0, _first_step(here)), state
+
+    def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
+        return descend(oracle, x, budget, tolerance, transform.init(x), propose, 1e-4, 0.9)
+
+    return solve

@@ -1,0 +1,36 @@
+"""Which clients take part in a round.
+
+nice, full, block, stratified, nonuniform, importance      samplings with their theoretical constants
+stratified_of, block_of                                    some clients of each cluster, or of one
+clustering                                                 clusters of similar clients
+draws                                                      what a sampling is made of
+"""
+
+from commjax.sampling import clustering, draws, samplings
+from commjax.sampling.draws import Draw, Sampling
+from commjax.sampling.samplings import (
+    block,
+    block_of,
+    full,
+    importance,
+    nice,
+    nonuniform,
+    stratified,
+    stratified_of,
+)
+
+__all__ = [
+    "Draw",
+    "Sampling",
+    "block",
+    "block_of",
+    "clustering",
+    "draws",
+    "full",
+    "importance",
+    "nice",
+    "nonuniform",
+    "samplings",
+    "stratified",
+    "stratified_of",
+]

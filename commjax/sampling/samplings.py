@@ -1,0 +1,262 @@
+r"""Who takes part in a round: samplings of cohorts, and their constants in closed form.
+
+A sampling draws a random nonempty set S of the clients 0..n-1.  With p_i = Prob(i in S), the cohort minimises
+
+    f_S = sum_{i in S} f_i / (n p_i),        E f_S = f = (1/n) sum_i f_i
+
+and two numbers describe it: mu_AS, such that every f_S is mu_AS-strongly convex, and sigma^2_AS = E |grad f_S(x*)|^2.
+`commjax.theory.sppm` says what follows from them; `commjax.core.rounds.cohort` is the plain cohort of a federated round.
+"""
+
+import math
+from itertools import combinations, product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from commjax.core.base import Key
+from commjax.sampling.draws import Clusters, Draw, Sampling, Vector, build, check_size, distribution, partition, squares
+from commjax.theory.sppm import nice_variance
+
+__all__ = [
+    "Clusters", "Draw", "Sampling", "Vector", "block", "block_of", "full", "importance", "nice", "nonuniform", "stratified", "stratified_of",
+]  # fmt: skip
+
+
+def _choose(key: Key, p: Vector) -> Int[Array, ""]:
+    """One index with probabilities p, resolved to about 1e-7 in float32"""
+    steps = jnp.asarray(np.cumsum(p)[:-1], float)
+    return jnp.searchsorted(steps, jax.random.uniform(key, dtype=steps.dtype), side="right").astype(jnp.int32)
+
+
+def _subset(key: Key, n: int, size: int) -> Int[Array, "m"]:
+    return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32))[:size]
+
+
+def _everyone(ids: Int[Array, "m"]) -> tuple[Int[Array, "m"], Bool[Array, "m"]]:
+    return ids, jnp.ones(ids.shape, bool)
+
+
+def _with_others(own: Vector, total: float, tau: int, n: int) -> Vector:
+    """L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: the others are as likely as in nice sampling"""
+    return own + (total - own) * ((tau - 1) / (n - 1) if n > 1 else 0)
+
+
+def full(n: int) -> Sampling:
+    """All clients: mu = mean_i mu_i, sigma^2 = 0.  Thesis: FS (L4719).
+
+    >>> full(3).sample(jax.random.key(0)).ids.tolist(), full(3).mu(np.array([1.0, 2.0, 3.0]))
+    ([0, 1, 2], 2.0)
+    """
+    check_size("n", n, 2**31 - 1, "clients")
+    return build(
+        "full",
+        p=np.ones(n),
+        shares=np.full(n, 1 / n),
+        size=n,
+        pick=lambda key: _everyone(jnp.arange(n, dtype=jnp.int32)),
+        mu=np.mean,
+        variance=lambda a: 0.0,
+        outcomes=lambda: iter([(1.0, tuple(range(n)))]),
+        smoothness=np.mean,
+    )
+
+
+def nonuniform(p: Any) -> Sampling:
+    """One client, i with probability p_i: mu = min_i mu_i / (n p_i), sigma^2 = (1/n^2) sum_i |a_i|^2 / p_i.
+
+    Thesis: NS (L4727).
+
+    >>> nonuniform([0.25, 0.75]).mu(np.array([1.0, 1.0]))
+    0.6666666666666666
+    """
+    p = distribution("p", p)
+    n = len(p)
+    return build(
+        "nonuniform",
+        p=p,
+        shares=p,
+        size=1,
+        pick=lambda key: _everyone(_choose(key, p)[None]),
+        mu=lambda mu: np.min(mu / (n * p)),
+        variance=lambda a: np.sum(squares(a) / p) / n**2,
+        outcomes=lambda: ((float(p[i]), (i,)) for i in range(n)),
+        smoothness=lambda L: np.max(L / (n * p)),
+    )
+
+
+def importance(mu: Any) -> Sampling:
+    """One client, with p_i proportional to mu_i, which makes mu_AS as large as one client can: mean_i mu_i.
+
+    Thesis: IS (L4733).
+
+    >>> importance([1.0, 3.0]).probabilities.tolist(), importance([1.0, 3.0]).mu(np.array([1.0, 3.0]))
+    ([0.25, 0.75], 2.0)
+    """
+    mu = np.asarray(mu, np.float64)
+    if mu.ndim != 1 or len(mu) == 0 or not np.all((mu > 0) & np.isfinite(mu)):
+        raise ValueError(f"mu={mu.tolist()}; allowed: a finite positive number for each client")
+    return nonuniform(mu / mu.sum())._replace(name="importance")
+
+
+def nice(n: int, tau: int) -> Sampling:
+    """tau of n clients, all sets alike: mu = mean of the tau smallest mu_i, sigma^2 = (n/tau - 1)/(n - 1) mean_i |a_i|^2.
+
+    Thesis: NICE (L2134, L5411).  Differs: P9 (1 <= tau <= n).
+
+    >>> nice(4, 2).mu(np.array([4.0, 3.0, 2.0, 1.0])), nice(4, 2).variance(np.array([[1.0], [1.0], [-1.0], [-1.0]]))
+    (1.5, 0.3333333333333333)
+    """
+    check_size("tau", tau, n, "the number of clients")
+    return build(
+        f"nice({tau})",
+        p=np.full(n, tau / n),
+        shares=np.full(n, 1 / n),
+        size=tau,
+        pick=lambda key: _everyone(_subset(key, n, tau)),
+        mu=lambda mu: np.sort(mu)[:tau].mean(),
+        variance=lambda a: nice_variance(n, tau, squares(a).mean()),
+        outcomes=lambda: ((1 / math.comb(n, tau), ids) for ids in combinations(range(n), tau)),
+        smoothness=lambda L: np.max(_with_others(L, L.sum(), tau, n)) / tau,
+    )
+
+
+def block(clusters: Clusters, q: Any = None) -> Sampling:
+    """A whole cluster, j with probability q_j (None: all alike): mu = min_j sum_{C_j} mu_i / (n q_j),
+
+    sigma^2 = (1/n^2) sum_j |sum_{C_j} a_i|^2 / q_j.  Unequal clusters leave slots unused.  Thesis: BS (L2147).
+
+    >>> sampling = block([[0, 1, 2], [3]], q=[0.25, 0.75])
+    >>> draw = sampling.sample(jax.random.key(1))
+    >>> sampling.size, int(draw.mask.sum()) in (1, 3), sampling.probabilities.tolist()
+    (3, True, [0.25, 0.25, 0.25, 0.75])
+    """
+    parts = partition(clusters)
+    n, b = len(parts.of), len(parts.sizes)
+    q = distribution("q", np.full(b, 1 / b) if q is None else q)
+    if len(q) != b:
+        raise ValueError(f"q has {len(q)} entries; allowed: one for each of the {b} clusters")
+
+    def pick(key):
+        j = _choose(key, q)
+        return jnp.asarray(parts.table)[j], jnp.arange(parts.sizes.max()) < jnp.asarray(parts.sizes)[j]
+
+    return build(
+        f"block({b})",
+        p=q[parts.of],
+        shares=(q / parts.sizes)[parts.of],
+        size=int(parts.sizes.max()),
+        pick=pick,
+        mu=lambda mu: min(mu[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)),
+        variance=lambda a: np.sum(squares(parts.sums(a)) / q) / n**2,
+        outcomes=lambda: ((float(q[j]), _cohort(ids)) for j, ids in enumerate(parts.members)),
+        smoothness=lambda L: np.max([L[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)]),
+    )
+
+
+def _cohort(ids: Any) -> tuple[int, ...]:
+    return tuple(sorted(int(i) for i in ids))
+
+
+def stratified(clusters: Clusters) -> Sampling:
+    """One client from each cluster: mu = sum_j |C_j|/n min_{C_j} mu_i, sigma^2 = (1/n^2) sum_j |C_j|^2 v_j,
+
+    where v_j is the variance of the a_i inside cluster j: small if the clients of a cluster are alike.
+    Thesis: SS (L2157).  Differs: P6 (closed form instead of a sum over C_1 x ... x C_b).
+
+    >>> draw = stratified([[0, 1, 2], [3]]).sample(jax.random.key(0))
+    >>> int(draw.ids[1]), draw.weights.tolist()
+    (3, [0.75, 0.25])
+    """
+    q = len(clusters)
+    return stratified_of(clusters, q)._replace(name=f"stratified({q})") if q else stratified_of(clusters, 1)
+
+
+def stratified_of(clusters: Clusters, c: int) -> Sampling:
+    """One client from each of c of the q clusters: p_i = (c/q) / |C_j|, mu = sum of the c smallest q|C_j|/(nc) min_{C_j} mu_i,
+
+    sigma^2 = q/(n^2 c) sum_j |C_j|^2 v_j + (q/c - 1)/(q - 1) (q/n^2) sum_j |sum_{C_j} a_i|^2.
+    Thesis: Alg. (L4906).  Differs: P7 (it is stratified sampling only if c = q).
+
+    >>> stratified_of([[0, 1], [2, 3], [4, 5]], 2).probabilities.round(6).tolist()[:2]
+    [0.333333, 0.333333]
+    """
+    parts = partition(clusters)
+    n, q, sizes = len(parts.of), len(parts.sizes), parts.sizes
+    check_size("c", c, q, "the number of clusters")
+
+    def pick(key):
+        key_clusters, key_client = jax.random.split(key)
+        chosen = jnp.arange(q, dtype=jnp.int32) if c == q else _subset(key_clusters, q, c)
+        at = jax.random.randint(key_client, (c,), 0, jnp.asarray(sizes, jnp.int32)[chosen])
+        return _everyone(jnp.asarray(parts.table)[chosen, at])
+
+    def mu(values):
+        least = [size * values[ids].min() for size, ids in zip(sizes, parts.members)]
+        return q / (n * c) * sum(sorted(least)[:c])
+
+    def variance(a):
+        inside = q / (n**2 * c) * np.sum(sizes**2 * parts.variances(a))
+        return inside + (q / n) ** 2 * nice_variance(q, c, squares(parts.sums(a)).mean())
+
+    def outcomes():
+        for chosen in combinations(range(q), c):
+            chance = 1 / (math.comb(q, c) * math.prod(int(sizes[j]) for j in chosen))
+            for ids in product(*(parts.members[j] for j in chosen)):
+                yield chance, _cohort(ids)
+
+    def smoothness(L):
+        largest, sums = (np.array([f(L[ids]) for ids in parts.members]) for f in (np.max, np.sum))
+        # The cluster's worst client for sure; of each other cluster, if it is chosen, the mean client.
+        others = (sums.sum() - sums) * ((c - 1) / (q - 1) if q > 1 else 0)
+        return q / (n * c) * np.max(sizes * largest + others)
+
+    p = (c / (q * sizes))[parts.of]
+    return build(f"stratified({c} of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)
+
+
+def block_of(clusters: Clusters, c: int) -> Sampling:
+    """c clients of one of the q clusters, all clusters alike: p_i = (c/q) / |C_j|,
+
+    mu = min_j q|C_j|/n mean of the c smallest mu_i in C_j,
+    sigma^2 = (q/n^2) sum_j |C_j|^2 (|mean_{C_j} a_i|^2 + (|C_j|/c - 1)/(|C_j| - 1) v_j).
+    Thesis: Alg. (L4906).  Differs: P7 (it is block sampling only if c = |C_j|).
+
+    >>> block_of([[0, 1, 2], [3, 4]], 2).probabilities.round(6).tolist()
+    [0.333333, 0.333333, 0.333333, 0.5, 0.5]
+    """
+    parts = partition(clusters)
+    n, q, sizes = len(parts.of), len(parts.sizes), parts.sizes
+    check_size("c", c, int(sizes.min()), "the smallest cluster")
+
+    def pick(key):
+        key_cluster, key_clients = jax.random.split(key)
+        j = jax.random.randint(key_cluster, (), 0, q)
+        order = jax.random.uniform(key_clients, (int(sizes.max()),))
+        filled = jnp.arange(sizes.max()) < jnp.asarray(sizes)[j]
+        return _everyone(jnp.asarray(parts.table)[j, jax.lax.top_k(jnp.where(filled, order, -1.0), c)[1]])
+
+    def mu(values):
+        return min(q * size / n * np.sort(values[ids])[:c].mean() for size, ids in zip(sizes, parts.members))
+
+    def variance(a):
+        centre = squares(parts.sums(a) / sizes[:, None])
+        spread = [nice_variance(int(m), c, v) for m, v in zip(sizes, parts.variances(a))]
+        return q / n**2 * np.sum(sizes**2 * (centre + np.array(spread)))
+
+    def outcomes():
+        for ids in parts.members:
+            for chosen in combinations(_cohort(ids), c):
+                yield 1 / (q * math.comb(len(ids), c)), chosen
+
+    def smoothness(L):
+        return max(
+            q * m / (n * c) * np.max(_with_others(L[ids], L[ids].sum(), c, int(m)))
+            for m, ids in zip(sizes, parts.members)
+        )
+
+    p = (c / (q * sizes))[parts.of]
+    return build(f"block({c} of one of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)

@@ -1,0 +1,72 @@
+"""FedP3 on letters: every way to prune, to train and to join is the simulation's, bit for bit, at the ledger's price."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commjax.algorithms import fedp3
+from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
+from commjax.federation.exchange import Contract
+from commjax.problems import quadratic
+from tests.federation import test_exchange
+from tests.federation.test_exchange import Federation, equal_bits, rows, shared
+from tests.registry import tree_loss
+
+N, KEY = 4, jax.random.key(5)
+DATA = jax.tree.map(jnp.asarray, quadratic.random(1, N, 20, mu=0.5, L=2.0))
+FLAT = jnp.linspace(-1.0, 1.3, 20)
+PARAMS = {
+    "a": {"bias": FLAT[:4], "kernel": FLAT[4:10].reshape(2, 3)},
+    "b": {"kernel": FLAT[10:16].reshape(3, 2)},
+    "head": {"kernel": FLAT[16:].reshape(2, 2)},
+}
+FOUND = layers.named(PARAMS, final="head")
+TRAINED = [["a", "head"], ["b", "head"], ["head"], ["a", "b", "head"]]
+WAYS = {
+    "magnitude, ratios, masked": (
+        np.array([0.5, 0.7, 0.5, 0.9]),
+        {"others": "masked", "aggregate": aggregation.weighted()},
+    ),
+    "random, free, a cohort": (0.6, {"pruning": submodels.random(), "others": "free", "cohort": 3}),
+    "blocks of ordered dropout": (0.6, {"local_pruning": submodels.ordered(0.5, 1, everywhere=True)}),
+    "released, own heads": (0.9, {"others": "free", "local_head": True}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_letters_are_the_simulation(way):
+    keep, how = WAYS[way]
+    algorithm = fedp3.fedp3(tree_loss, plans.plan(FOUND, TRAINED, keep), steps=2, **how)
+    contract = Contract(
+        algorithm, fedp3.HParams(0.2), lambda ids: algorithm.init(PARAMS, ids), N, KEY
+    )  # fmt: skip
+    federation, state = Federation(contract, DATA), contract.init(jnp.arange(N))
+    step, key = jax.jit(algorithm.step), jax.random.split(KEY)[0]
+    sizes = set()
+    for _ in range(2):
+        letters, replies, report = federation.round()
+        state, metrics = step(key, contract.hparams, state, DATA)
+        equal_bits(*shared(federation.server, state.server))
+        for i in range(N):
+            equal_bits(*shared(federation.row(i), rows(state.clients, i)))
+        assert (report.bits_up, report.bits_down) == (float(metrics.bits_up), float(metrics.bits_down))
+        for messages, bits in ((letters, report.bits_down), (replies, report.bits_up)):
+            assert 8 * sum(len(one) - test_exchange.HEADER_BYTES for one in messages.values()) == bits * N
+            sizes |= {len(one) for one in messages.values()}
+    assert len(sizes) > 3  # what a client is sent and sends is its own
+
+
+def test_a_plan_for_others_is_refused():
+    algorithm = fedp3.fedp3(tree_loss, plans.everything(FOUND, N), steps=1)
+    assert algorithm.init(PARAMS, jnp.array([3])).clients.id.tolist() == [3]
+    with pytest.raises(ValueError, match="ids: 3 clients, but the plan is for 4"):
+        algorithm.init(PARAMS, jnp.arange(3))
+
+
+def test_rows_of_the_plan_that_are_not_the_ids_are_refused():
+    algorithm = fedp3.fedp3(tree_loss, plans.everything(FOUND, N), steps=1)
+    moved = algorithm.init(PARAMS, jnp.arange(N), rows=jnp.arange(N)[::-1])
+    assert algorithm.exchange is not None and algorithm.exchange.start is not None
+    with pytest.raises(ValueError, match="rows: clients in other places"):
+        algorithm.exchange.start(moved)
