@@ -1,6 +1,6 @@
 """A small Llama that comes with the package, and the text that it was trained on: Python's own help topics.
 
-Trained by `python -m experiments.embedded_llm`, which writes the folder `topics` beside this file: weights, config and
+Trained by `python -m experiments.symwanda.embedded_llm`, which writes the folder `topics` beside this file: weights, config and
 `training.json` with the losses.  Tokens are ASCII codes.
 """
 

@@ -23,7 +23,7 @@ from commjax.algorithms import sppm_as
 from commjax.core import runner
 from commjax.devices import parallel
 from commjax.sampling import samplings
-from experiments import cohort_squeeze_grid
+from experiments.cohort_squeeze import grid as cohort_squeeze_grid
 
 
 @dataclass(frozen=True)

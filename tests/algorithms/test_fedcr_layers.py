@@ -72,7 +72,9 @@ def test_a_layer_moves_by_the_mean_of_its_holders_and_stays_where_there_are_none
             a = largest(a)
         begin = {"body": {**pruned, "a": a}, "head": PARAMS["head"]}
         yes = {"body": {"a": i != 2, "b": False}, "head": True}
-        model, _ = method.train(NETWORK, lambda key, data: data, 1, key, HPARAMS, start.server.classes, begin, data, yes)
+        model, _ = method.train(
+            NETWORK, lambda key, data: data, 1, key, HPARAMS, start.server.classes, begin, data, yes
+        )
         np.testing.assert_allclose(state.clients.head[i], model["head"], rtol=1e-10)
         np.testing.assert_array_equal(model["body"]["b"], pruned["b"])
         experts.append(method.experts_of(NETWORK, model, data))

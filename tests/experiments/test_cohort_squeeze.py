@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from commjax.core.records import Record
-from experiments import cohort_squeeze, cohort_squeeze_grid, cohort_squeeze_networks
 from experiments.bench import cohort_squeeze as bench
+from experiments.cohort_squeeze import commands as cohort_squeeze
+from experiments.cohort_squeeze import grid as cohort_squeeze_grid
+from experiments.cohort_squeeze import networks as cohort_squeeze_networks
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from commjax.core.records import Record
-from experiments import ef_bv, ef_bv_table
-from experiments.claims import ef_bv as claims
+from experiments.ef_bv import commands as ef_bv
+from experiments.ef_bv import table as ef_bv_table
+from experiments.scorecard.claims import ef_bv as claims
 
 TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=4, progress=False)
 

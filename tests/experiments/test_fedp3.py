@@ -15,11 +15,14 @@ from commjax.algorithms.fedp3 import plans
 from commjax.core.records import Record
 from commjax.core.runner import DivergedError
 from commjax.data import cifar
-from experiments import fedp3, fedp3_plans, fedp3_runs, fedp3_task
 from experiments.bench import fedp3 as bench
-from experiments.claims import fedp3 as claims
-from experiments.fedp3_plans import Run
-from experiments.fedp3_task import Settings
+from experiments.fedp3 import commands as fedp3
+from experiments.fedp3 import plans as fedp3_plans
+from experiments.fedp3 import runs as fedp3_runs
+from experiments.fedp3 import task as fedp3_task
+from experiments.fedp3.plans import Run
+from experiments.fedp3.task import Settings
+from experiments.scorecard.claims import fedp3 as claims
 
 
 @pytest.fixture(scope="module")

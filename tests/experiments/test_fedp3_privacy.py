@@ -11,9 +11,9 @@ import pytest
 
 from commjax.core.records import Record
 from commjax.privacy import accounting
-from experiments import fedp3_privacy as driver
-from experiments import fedp3_theory
-from experiments.claims import privacy as claims
+from experiments.fedp3 import privacy as driver
+from experiments.fedp3 import theory as fedp3_theory
+from experiments.scorecard.claims import privacy as claims
 
 
 @pytest.fixture(scope="module")

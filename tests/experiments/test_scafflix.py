@@ -11,7 +11,11 @@ import pytest
 from commjax.core.records import Record
 from commjax.data import stacked
 from commjax.problems import logistic, quadratic
-from experiments import scafflix, scafflix_condition, scafflix_networks, scafflix_problem, tables
+from experiments import tables
+from experiments.scafflix import commands as scafflix
+from experiments.scafflix import condition as scafflix_condition
+from experiments.scafflix import networks as scafflix_networks
+from experiments.scafflix import problem as scafflix_problem
 
 
 @pytest.fixture(scope="module")

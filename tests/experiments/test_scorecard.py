@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from experiments import claim_workers, scorecard
-from experiments.claims import Claim, core
+from experiments.scorecard import page as scorecard
+from experiments.scorecard import workers as claim_workers
+from experiments.scorecard.claims import Claim, core
 
 GOOD = Claim("M", "a < b & so on", "L1", "1", "1", "reproduced", figure=b"\x89PNG fake")
 BAD = Claim("M", "other", "L2", "1", "2", "differs")
@@ -32,8 +33,10 @@ def test_brackets_survive_in_the_terminal():
 
 def test_every_module_of_claims_is_found_and_a_wrong_filter_is_named():
     names = scorecard.modules()
-    assert {"experiments.claims.core", "experiments.claims.ef_bv"} <= set(names) and names == sorted(names)
-    assert {f"experiments.claims.{name}" for name in scorecard.LONGEST} <= set(names)
+    assert {"experiments.scorecard.claims.core", "experiments.scorecard.claims.ef_bv"} <= set(
+        names
+    ) and names == sorted(names)
+    assert {f"experiments.scorecard.claims.{name}" for name in scorecard.LONGEST} <= set(names)
     with pytest.raises(ValueError, match="nothing"):
         scorecard.modules("nothing")
 
@@ -52,7 +55,7 @@ def test_claims_are_measured_and_written(tmp_path, monkeypatch):
 MODULE = """
 import os, time
 import jax.numpy as jnp
-from experiments.claims import Claim
+from experiments.scorecard.claims import Claim
 
 def one():
     time.sleep({sleep})

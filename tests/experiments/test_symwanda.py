@@ -12,8 +12,10 @@ from commjax import llm
 from commjax.llm import embedded, perplexity, tokens
 from commjax.pruning import scores, zeroshot
 from commjax.pruning.recipe import Recipe, choose
-from experiments import symwanda, symwanda_task, symwanda_zeroshot
-from experiments.claims import symwanda as claims
+from experiments.scorecard.claims import symwanda as claims
+from experiments.symwanda import commands as symwanda
+from experiments.symwanda import task as symwanda_task
+from experiments.symwanda import zeroshot as symwanda_zeroshot
 from tests.pruning import models
 
 

@@ -1,0 +1,1 @@
+"""Cohort-Squeeze (SPPM-AS): the figures and tables of Chapter 5."""

@@ -1,0 +1,1 @@
+"""FedP3 and LDP-FedP3: the tables of Chapter 4."""

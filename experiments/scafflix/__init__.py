@@ -1,0 +1,1 @@
+"""Scafflix: the figures of Chapter 3."""

@@ -1,0 +1,134 @@
+"""The scorecard: every claim, the thesis's figure, what was measured just now, and the verdict.
+
+    python -m experiments.scorecard                 a few minutes, one process a core; no network, no files
+
+Expected: 50 claims (52 where COMMJAX_DATA has stories260K); five (six) differ, as the errata S11, P15 and W17 say; results/scorecard/index.html (self-contained) and scorecard.json.
+Exit status 1 when a claim differs and no erratum says so: a documented difference is a finding, not a failure.  A method adds its claims as one file in experiments/scorecard/claims/.
+"""
+
+import base64
+import html
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import experiments.scorecard.claims
+from commjax.core.checkpoint import write_atomically
+from commjax.core.progress import progress_bar
+from commjax.core.records import environment
+from experiments.scorecard import workers as claim_workers
+from experiments.scorecard.claims import Claim
+
+# Begun first, so that no process waits for one of them at the end.
+LONGEST = ("scafflix", "ef_bv", "symwanda", "cohort_squeeze")
+COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: Path = Path("results/scorecard")  # index.html and scorecard.json
+    only: str = ""  # a part of a module's name, such as ef_bv; empty for all
+    processes: int = 0  # that measure, each some of the modules; 0: as many as cores
+    progress: bool = True  # show a bar
+
+
+def modules(only: str = "") -> list[str]:
+    """Names of the modules in experiments/scorecard/claims/."""
+    names = sorted(
+        module.name for module in pkgutil.iter_modules(experiments.scorecard.claims.__path__) if only in module.name
+    )
+    if not names:
+        raise ValueError(f"only: no module of experiments/scorecard/claims/ has {only!r} in its name")
+    return [f"experiments.scorecard.claims.{name}" for name in names]
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure(settings: Settings) -> list[Claim]:
+    """The claims of all modules, in the order of their names, whatever the order in which they were done."""
+    names = modules(settings.only)
+    total = sum(len(importlib.import_module(name).CLAIMS) for name in names)
+    first = [
+        f"experiments.scorecard.claims.{name}" for name in LONGEST if f"experiments.scorecard.claims.{name}" in names
+    ]
+    order = [*first, *(name for name in names if name not in first)]
+    found = []
+    with progress_bar("claims", total, enabled=settings.progress) as advance:
+        for one in claim_workers.measure_modules(order, settings.processes or cores()):
+            found.append(one)
+            advance(len(found), {})
+            if settings.progress:
+                claim = one.claim
+                print(f"  {claim.verdict:10} {claim.seconds:5.1f} s  {claim.claim}", file=sys.stderr, flush=True)
+    return [one.claim for one in sorted(found, key=lambda one: one[:2])]
+
+
+def page(claims: list[Claim], seconds: float) -> str:
+    """One HTML file with its pictures inside."""
+
+    def row(claim: Claim) -> str:
+        verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
+        picture = ""
+        if claim.figure:
+            data = base64.b64encode(claim.figure).decode()
+            picture = f'<br><img alt="{html.escape(claim.claim)}" src="data:image/png;base64,{data}">'
+        cells = (claim.method, claim.claim, claim.source, claim.thesis, claim.measured)
+        return (
+            "<tr>"
+            + "".join(f"<td>{html.escape(cell)}{picture if i == 1 else ''}</td>" for i, cell in enumerate(cells))
+            + f'<td style="color:{COLOR[claim.verdict]};font-weight:600">{html.escape(verdict)}</td></tr>'
+        )
+
+    about = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in COLOR)
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>commjax scorecard</title>
+<meta name="viewport" content="width=device-width"><style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1f2328 }}
+table {{ border-collapse: collapse }} td, th {{ border: 1px solid #d0d7de; padding: .45rem .6rem; text-align: left; vertical-align: top }}
+th {{ background: #f6f8fa }} img {{ max-width: 24rem; width: 100%; margin-top: .5rem }} </style></head><body>
+<h1>commjax scorecard</h1>
+<p>{len(claims)} claims, measured in {seconds:.0f} s: {counts}. Errata numbers refer to docs/errata.md.</p>
+<table><tr><th>method</th><th>claim</th><th>source</th><th>thesis</th><th>measured now</th><th>verdict</th></tr>
+{"".join(row(claim) for claim in claims)}
+</table><p>{html.escape(versions)}; {html.escape(about["device"])}.</p></body></html>
+"""
+
+
+def text(claims: list[Claim]) -> str:
+    """For the terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="commjax scorecard", show_lines=True)
+    for column in ("method", "claim", "source", "thesis", "measured now", "verdict"):
+        table.add_column(column, overflow="fold")
+    for claim in claims:
+        verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
+        cells = (claim.method, claim.claim, claim.source, claim.thesis, claim.measured, verdict)
+        table.add_row(*map(escape, cells))
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def main(settings: Settings) -> list[Claim]:
+    began = time.monotonic()
+    claims = measure(settings)
+    seconds = time.monotonic() - began
+    rows = [{key: value for key, value in asdict(claim).items() if key != "figure"} for claim in claims]
+    write_atomically(settings.out / "scorecard.json", json.dumps({"claims": rows, **environment()}, indent=1).encode())
+    write_atomically(settings.out / "index.html", page(claims, seconds).encode())
+    print(text(claims))
+    print(f"{len(claims)} claims in {seconds:.0f} s; see {settings.out / 'index.html'}")
+    return claims

@@ -1,0 +1,105 @@
+"""Modules of claims measured in several processes, a module in one of them: their claims share data and compiled programs.
+
+A worker is given the name of a module and sends back one claim after another; the parent shows them, so that the output is the same
+for any number of processes.  An error in a claim is raised in the parent, with the worker's traceback.
+"""
+
+import importlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+from experiments.scorecard.claims import Claim
+
+
+class Found(NamedTuple):
+    """One measured claim and its place."""
+
+    module: str
+    index: int  # in the module's CLAIMS
+    claim: Claim
+
+
+class ClaimError(RuntimeError):
+    """A claim that could not be measured."""
+
+
+def measure_module(module: str) -> Iterator[Found]:
+    """The claims of one module in this process, each when it is done."""
+    for index, function in enumerate(importlib.import_module(module).CLAIMS):
+        began = time.monotonic()
+        claim = function()
+        yield Found(module, index, replace(claim, seconds=round(time.monotonic() - began, 1)))
+
+
+def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
+    """The claims of all modules, in the order in which they are done; the first modules are begun first."""
+    if processes < 1:
+        raise ValueError(f"processes: {processes}; allowed: 1 or more")
+    processes = min(processes, len(modules))
+    if processes == 1:
+        for module in modules:
+            yield from measure_module(module)
+        return
+    import jax
+
+    waiting, busy = list(modules), {}
+    # Not by fork: a process that has JAX's threads must not be copied.
+    context = multiprocessing.get_context("spawn")
+    workers = {}
+    try:
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(theirs, jax.config.jax_enable_x64), daemon=False)  # pyright: ignore[reportAttributeAccessIssue]
+            worker.start()
+            theirs.close()
+            workers[ours] = worker
+            _give(ours, waiting, busy)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    workers[connection].join()
+                    code = workers[connection].exitcode
+                    raise ClaimError(f"the process that measured {busy[connection]} ended with {code}") from None
+                if isinstance(found, str):
+                    raise ClaimError(f"a claim of {busy[connection]} failed:\n{found}")
+                if found is None:
+                    _give(connection, waiting, busy)
+                else:
+                    yield found
+    finally:
+        for connection, worker in workers.items():
+            connection.close()
+            if connection in busy:  # an error elsewhere: nobody waits for its claims
+                worker.terminate()
+            worker.join()
+
+
+def _give(connection: Connection, waiting: list[str], busy: dict[Connection, str]) -> None:
+    """The next module to a worker, or its end."""
+    module = busy[connection] = waiting.pop(0) if waiting else ""
+    connection.send(module)
+    if not module:
+        del busy[connection]
+
+
+def _work(connection: Connection, x64: bool) -> None:
+    """A worker's life: modules in, claims out; None after the last of a module, a traceback instead of a claim that failed."""
+    import jax
+
+    jax.config.update("jax_enable_x64", x64)
+    while module := connection.recv():
+        try:
+            for found in measure_module(module):
+                connection.send(found)
+        except Exception:
+            connection.send(traceback.format_exc())
+            return
+        connection.send(None)

@@ -1,0 +1,1 @@
+"""SymWanda and R^2-DSnoT: the tables of Chapter 6."""
