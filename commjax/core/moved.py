@@ -78,7 +78,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
-            raise ModuleNotFoundError(message(fullname), name=fullname)
+            raise ModuleNotFoundError(message(fullname))  # without `name`: `from package import old` would hide it
         return None
 
 

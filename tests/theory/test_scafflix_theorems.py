@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import flix, scafflix
+from commjax.algorithms.scafflix import communication
 from commjax.core.base import State
 from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
