@@ -175,3 +175,14 @@ def test_drawn_are_the_first_distinct_accepted_candidates_of_a_row_s_stream_in_h
         top = set(np.argsort(-np.abs(x[i]))[:k_top].tolist())
         first = list(dict.fromkeys(c for c in stream[:, i].tolist() if c in top))[:k]
         assert sorted(first) == np.flatnonzero(found[i]).tolist()
+
+
+@pytest.mark.parametrize("d", [7, 65_535, 65_536, 65_537, 100_000, 1 << 20])
+def test_random_indices_are_uniform_on_both_sides_of_the_size_at_which_the_arithmetic_changes(d):
+    found = np.asarray(selection.random_index(jax.random.key(5), (20_000,), d), np.float64)
+    assert found.min() >= 0 and found.max() <= d - 1
+    # The mean of 20,000 draws within five standard deviations, and every tenth of the range.
+    assert abs(found.mean() - (d - 1) / 2) < 5 * d / np.sqrt(12 * len(found))
+    shares = np.histogram(found, np.arange(11) * d / 10)[0] if d > 10 else np.bincount(found.astype(int), minlength=d)
+    expected = len(found) / len(shares)
+    assert np.abs(shares - expected).max() < 5 * np.sqrt(expected)
