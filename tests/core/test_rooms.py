@@ -95,7 +95,7 @@ def test_old_names_say_the_new_ones():
         exec("from commjax import cohorts")
     with pytest.raises(ImportError, match=r"fedp3_wire is now commjax\.algorithms\.fedp3\.wire"):
         exec("from commjax.algorithms import fedp3_wire")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'commjax.absent'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'commjax\.absent'"):
         importlib.import_module("commjax.absent")
 
 
