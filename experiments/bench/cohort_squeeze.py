@@ -73,7 +73,9 @@ def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
     sampling = samplings.stratified(problem.clusters)
     signed = [problem.dataset.labels[ids, None] * problem.dataset.features[ids] for ids in problem.rows]
     weights = 1 / (len(problem.rows) * sampling.probabilities)
-    draws = [np.asarray(sampling.sample(jax.random.fold_in(jax.random.split(key)[0], t)).ids) for t in range(settings.rounds)]  # fmt: skip
+    draws = [
+        np.asarray(sampling.sample(jax.random.fold_in(jax.random.split(key)[0], t)).ids) for t in range(settings.rounds)
+    ]
 
     def run() -> np.ndarray:
         cohort = []
@@ -106,8 +108,10 @@ def main(settings: Settings) -> None:
     problem = cohort_squeeze_grid.problem(settings.dataset, about)
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     keys = jax.random.split(jax.random.key(0), settings.seeds)
-    print(f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} global rounds, "
-          f"{jax.device_count()} devices, jax {jax.__version__}")  # fmt: skip
+    print(
+        f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} global rounds, "
+        f"{jax.device_count()} devices, jax {jax.__version__}"
+    )
     sides = {
         (dtype, devices): ours(problem, settings, pairs, keys, dtype, devices)
         for dtype in (jnp.float64, jnp.float32)
@@ -126,8 +130,12 @@ def main(settings: Settings) -> None:
     for (dtype, devices), (params, whole) in first.items():
         mean = float(np.mean(seconds[dtype, devices]))
         gap = np.abs(np.stack([found[last] for found, _ in scipy], axis=1) - params[last]).max()
-        print(f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   compilation {whole - mean:.1f} s apart")  # fmt: skip
-        print(f"  {'    scipy / ours':30s} {spent / mean:8.1f}     goal: at least 20; largest difference of x where K = {settings.most_local}: {gap:.1e}")  # fmt: skip
+        print(
+            f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   compilation {whole - mean:.1f} s apart"
+        )
+        print(
+            f"  {'    scipy / ours':30s} {spent / mean:8.1f}     goal: at least 20; largest difference of x where K = {settings.most_local}: {gap:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,17 +18,26 @@ def model():
 
     def forward(batch):
         layers = [
-            hk.Conv2D(32, (3, 3), padding="VALID"), jax.nn.relu, hk.Conv2D(64, (3, 3), padding="VALID"), jax.nn.relu,
-            hk.MaxPool((2, 2), (2, 2), padding="VALID"), hk.Flatten(), hk.Linear(128), jax.nn.relu, hk.Linear(62),
-        ]  # fmt: skip
+            hk.Conv2D(32, (3, 3), padding="VALID"),
+            jax.nn.relu,
+            hk.Conv2D(64, (3, 3), padding="VALID"),
+            jax.nn.relu,
+            hk.MaxPool((2, 2), (2, 2), padding="VALID"),
+            hk.Flatten(),
+            hk.Linear(128),
+            jax.nn.relu,
+            hk.Linear(62),
+        ]
         return hk.Sequential(layers)(batch["x"])
 
     transformed = hk.without_apply_rng(hk.transform(forward))
     return fedjax.create_model_from_haiku(
-        transformed_forward_pass=hk.Transformed(transformed.init, lambda params, rng, batch: transformed.apply(params, batch)),
+        transformed_forward_pass=hk.Transformed(
+            transformed.init, lambda params, rng, batch: transformed.apply(params, batch)
+        ),
         sample_batch={"x": np.zeros((1, 28, 28, 1), np.float32), "y": np.zeros(1, np.int32)},
         train_loss=lambda batch, preds: fedjax.metrics.unreduced_cross_entropy_loss(batch["y"], preds),
-    )  # fmt: skip
+    )
 
 
 def main():

@@ -43,9 +43,10 @@ def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
     rng = np.random.default_rng(0)
     n, rows = settings.clients, 2 * settings.batch
     data = Examples(
-        jnp.asarray(rng.random((n, rows, *settings.image), np.float32)), jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
+        jnp.asarray(rng.random((n, rows, *settings.image), np.float32)),
+        jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     problem = networks.classification(layered.LayeredCnn(width=settings.width, hidden=settings.hidden, patches=True))
     params = problem.init(jax.random.key(0), data.inputs[0, :1])
     names, sample = layered.layers(params), local.minibatch(settings.batch)

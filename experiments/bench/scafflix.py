@@ -50,9 +50,10 @@ def ours(settings: Settings) -> dict[str, tuple[float, float]]:
     rng = np.random.default_rng(0)
     n, rows = settings.clients, 200
     data = Examples(
-        jnp.asarray(rng.random((n, rows, 28, 28, 1), np.float32)), jnp.asarray(rng.integers(0, 62, (n, rows)), jnp.int32),
+        jnp.asarray(rng.random((n, rows, 28, 28, 1), np.float32)),
+        jnp.asarray(rng.integers(0, 62, (n, rows)), jnp.int32),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     found = {}
     for name, patches, over in (("one by one", True, rounds.one_by_one), ("vmap", True, jax.vmap)):
         problem = networks.classification(networks.FedjaxCnn(patches=patches))
@@ -81,9 +82,10 @@ def logistic_rounds() -> float:
     rng = np.random.default_rng(0)
     n, rows, d = 8, 1000, 112
     data = ClientData(
-        jnp.asarray(rng.standard_normal((n, rows, d)), jnp.float32), jnp.sign(jnp.asarray(rng.standard_normal((n, rows)), jnp.float32)),
+        jnp.asarray(rng.standard_normal((n, rows, d)), jnp.float32),
+        jnp.sign(jnp.asarray(rng.standard_normal((n, rows)), jnp.float32)),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     algorithm = scafflix.i_scaffnew(jax.value_and_grad(lambda x, one: logistic.loss(x, one, 0.1)))
     state = algorithm.init(jnp.zeros(d, jnp.float32), jnp.arange(n))
     inputs = (jax.random.key(0), algorithm, scafflix.HParams(0.1, 1.0, 0.2), state, data, 200)

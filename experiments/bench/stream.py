@@ -48,8 +48,17 @@ class Settings:
 
 
 def random_model(settings: Settings):
-    config = Config("llama", vocab_size=512, hidden_size=settings.hidden, intermediate_size=settings.inner, num_hidden_layers=settings.blocks,
-                    num_attention_heads=8, num_key_value_heads=4, head_dim=settings.hidden // 8, max_position_embeddings=settings.window)  # fmt: skip
+    config = Config(
+        "llama",
+        vocab_size=512,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.inner,
+        num_hidden_layers=settings.blocks,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=settings.hidden // 8,
+        max_position_embeddings=settings.window,
+    )
     model = llm.model(config)
     return model, llm.init(jax.random.key(0), model)
 

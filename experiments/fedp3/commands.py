@@ -39,9 +39,12 @@ from experiments.fedp3.task import Settings
 FEDAVG = Run("FedAvg", "fedavg", keep=1.0)
 # Fashion-MNIST, S1 / S2, Table L1888; the figures have no numbers.
 THESIS_LOCAL = {
-    "Fixed, keep 0.9": ("81.75", "84.27"), "Uniform, keep 0.9": ("78.81", "77.24"), "Ordered, keep 0.9": ("75.45", "73.27"),
-    "Uniform, keep 0.7": ("72.66", "70.37"), "Ordered, keep 0.7": ("70.21", "67.58"),
-}  # fmt: skip
+    "Fixed, keep 0.9": ("81.75", "84.27"),
+    "Uniform, keep 0.9": ("78.81", "77.24"),
+    "Ordered, keep 0.9": ("75.45", "73.27"),
+    "Uniform, keep 0.7": ("72.66", "70.37"),
+    "Ordered, keep 0.7": ("70.21", "67.58"),
+}
 
 THESIS_RESNET = {"Full": "73.25", "-B2-B3 (full)": "65.68", "-B2 (part)": "72.09", "-B3 (part)": "73.47"}  # full width
 
@@ -146,12 +149,18 @@ def count(name: str, keep: float) -> dict:
     plan, sizes = lower_b_clients(names, keep), layers.sizes(names, shapes)
     bits = fedp3.ledger(plan, shapes)
     return {
-        "network": name, "keep": keep, "layers": dict(zip(names.names, sizes.tolist())), "total": int(sizes.sum()),
-        "sent": plans.uplink_sizes(plan, sizes).tolist(), "deployed": plans.deployed_sizes(plan, sizes).tolist(),
-        "kbit up": (bits["up"] / 1e3).tolist(), "kbit down": (bits["down"] / 1e3).tolist(),
-        "spread": plans.relative_spread(plans.uplink_sizes(plan, sizes)), "printed": PRINTED[name],
+        "network": name,
+        "keep": keep,
+        "layers": dict(zip(names.names, sizes.tolist())),
+        "total": int(sizes.sum()),
+        "sent": plans.uplink_sizes(plan, sizes).tolist(),
+        "deployed": plans.deployed_sizes(plan, sizes).tolist(),
+        "kbit up": (bits["up"] / 1e3).tolist(),
+        "kbit down": (bits["down"] / 1e3).tolist(),
+        "spread": plans.relative_spread(plans.uplink_sizes(plan, sizes)),
+        "printed": PRINTED[name],
         "deployed spread": plans.relative_spread(plans.deployed_sizes(plan, sizes)),
-    }  # fmt: skip
+    }
 
 
 def expected_share(sizes: np.ndarray, counts: int) -> float:
@@ -218,7 +227,15 @@ def all_tables(settings: Settings) -> None:
 
 
 COMMANDS: dict[str, Callable] = {
-    "layers": layer_overlap, "ratio": ratio, "local": local_pruning, "aggregation": aggregation, "baselines": baselines,
-    "resnet": resnet_blocks, "counts": parameter_counts, "tables": all_tables, "privacy": fedp3_privacy.curve,
-    "audit": fedp3_privacy.audit, "theory": fedp3_privacy.theory,
-}  # fmt: skip
+    "layers": layer_overlap,
+    "ratio": ratio,
+    "local": local_pruning,
+    "aggregation": aggregation,
+    "baselines": baselines,
+    "resnet": resnet_blocks,
+    "counts": parameter_counts,
+    "tables": all_tables,
+    "privacy": fedp3_privacy.curve,
+    "audit": fedp3_privacy.audit,
+    "theory": fedp3_privacy.theory,
+}

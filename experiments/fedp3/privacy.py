@@ -114,17 +114,25 @@ def load(task: str, width: int, n: int) -> Task:
 
     problem = networks.classification(networks.Mlp(classes=10, widths=(width,) if width else ()))
     return Task(
-        jax.tree.map(jnp.asarray, train), pooled(pictures.train[held], pictures.train_labels[held]),
-        pooled(pictures.test, pictures.test_labels), problem,
-    )  # fmt: skip
+        jax.tree.map(jnp.asarray, train),
+        pooled(pictures.train[held], pictures.train_labels[held]),
+        pooled(pictures.test, pictures.test_labels),
+        problem,
+    )
 
 
 def certificate(settings: Settings, rows: int, epsilon: float) -> Certificate:
     most = capacity(settings, rows)
     return accounting.calibrate(
-        epsilon, settings.delta, settings.rate, settings.rounds, accountant=settings.accountant,
-        relation=settings.relation, capacity=most, rows=None if most is None else rows,
-    )  # fmt: skip
+        epsilon,
+        settings.delta,
+        settings.rate,
+        settings.rounds,
+        accountant=settings.accountant,
+        relation=settings.relation,
+        capacity=most,
+        rows=None if most is None else rows,
+    )
 
 
 @cache
@@ -138,12 +146,18 @@ def others(found: Certificate, rows: int) -> dict[str, float]:
     most = found.capacity
     return {
         f"{accountant} {relation}": accounting.certify(
-            found.noise, found.rate, found.rounds, found.delta, accountant=accountant, relation=relation,
-            capacity=most, rows=None if most is None else rows,
+            found.noise,
+            found.rate,
+            found.rounds,
+            found.delta,
+            accountant=accountant,
+            relation=relation,
+            capacity=most,
+            rows=None if most is None else rows,
         ).epsilon
         for accountant in ("pld", "rdp")
         for relation in ("add-remove", "replace-one")
-    }  # fmt: skip
+    }
 
 
 def train(task: Task, name: str, noises: list[float], settings: Settings, seeds: int, first: int, label: str) -> Record:
@@ -163,12 +177,20 @@ def train(task: Task, name: str, noises: list[float], settings: Settings, seeds:
         return {"validation": accuracy(task.validation), "test": accuracy(task.test)}
 
     _, record = runner.loop(
-        jax.random.split(jax.random.key(first), seeds), algorithm, runner.stack(hparams), state, task.train,
-        settings.rounds, chunk=settings.every, evaluate=lambda states: scores(states.server.params),
+        jax.random.split(jax.random.key(first), seeds),
+        algorithm,
+        runner.stack(hparams),
+        state,
+        task.train,
+        settings.rounds,
+        chunk=settings.every,
+        evaluate=lambda states: scores(states.server.params),
         at_once=len(settings.stepsizes),
-        checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
+        checkpoint=settings.out / f"{label}.ckpt",
+        label=label,
+        progress=settings.progress,
         config={"task": settings.task, "clip": clip, "noises": noises, "stepsizes": settings.stepsizes},
-    )  # fmt: skip
+    )
     record.save(settings.out / label)
     return record
 
@@ -199,13 +221,19 @@ def curve(settings: Settings) -> list[dict]:
             one = found[k - 1] if k else None
             table.append(
                 {
-                    "variant": name, "target": settings.epsilons[k - 1] if k else math.inf, "noise": noise,
-                    "certified": one.epsilon if one else math.inf, "audit": bounds[k - 1] if k else None,
-                    "stepsize": settings.stepsizes[best], "accuracy": float(scores[:, -1].mean()),
-                    "std": float(scores[:, -1].std(ddof=1)) if settings.seeds > 1 else math.nan, "bits_up": float(bits[at[-1]]), "parameters": d,
+                    "variant": name,
+                    "target": settings.epsilons[k - 1] if k else math.inf,
+                    "noise": noise,
+                    "certified": one.epsilon if one else math.inf,
+                    "audit": bounds[k - 1] if k else None,
+                    "stepsize": settings.stepsizes[best],
+                    "accuracy": float(scores[:, -1].mean()),
+                    "std": float(scores[:, -1].std(ddof=1)) if settings.seeds > 1 else math.nan,
+                    "bits_up": float(bits[at[-1]]),
+                    "parameters": d,
                     **(others(one, rows) if one else {}),
                 }
-            )  # fmt: skip
+            )
     _figure(settings, table, curves)
     tables.save(settings.out / f"{settings.task}_private", table, _table(settings, rows, table))
     return table
@@ -218,9 +246,15 @@ def _figure(settings: Settings, table: list[dict], curves: dict) -> None:
         mine = [row for row in table if row["variant"] == name]
         private = mine[1:]
         axes[0].errorbar(
-            [row["target"] for row in private], [row["accuracy"] for row in private], yerr=[row["std"] for row in private],
-            marker="o", markersize=3, capsize=2, color=color, label=name,
-        )  # fmt: skip
+            [row["target"] for row in private],
+            [row["accuracy"] for row in private],
+            yerr=[row["std"] for row in private],
+            marker="o",
+            markersize=3,
+            capsize=2,
+            color=color,
+            label=name,
+        )
         axes[0].axhline(mine[0]["accuracy"], color=color, linewidth=0.8, linestyle=":")
         for k in (0, len(private)):
             bits, scores = curves[name, k]
@@ -265,16 +299,27 @@ def audit(settings: Settings) -> list[dict]:
     for relation in ("add-remove", "replace-one"):
         for number, epsilon in enumerate(settings.epsilons):
             one = accounting.calibrate(
-                epsilon, settings.delta, settings.rate, settings.rounds, accountant=settings.accountant, relation=relation
-            )  # fmt: skip
+                epsilon,
+                settings.delta,
+                settings.rate,
+                settings.rounds,
+                accountant=settings.accountant,
+                relation=relation,
+            )
             bound = attack(one, settings.trials, number)
             single = one_run_audit.audit(jax.random.key(number), one, settings.canaries)
             table.append(
                 {
-                    "relation": relation, "target": epsilon, "certified": one.epsilon, "noise": one.noise, "audit": bound,
-                    "one_run": single.epsilon, "guesses": single.guesses, "correct": single.correct,
+                    "relation": relation,
+                    "target": epsilon,
+                    "certified": one.epsilon,
+                    "noise": one.noise,
+                    "audit": bound,
+                    "one_run": single.epsilon,
+                    "guesses": single.guesses,
+                    "correct": single.correct,
                 }
-            )  # fmt: skip
+            )
     lines = [
         f"95 % confidence; many runs: {settings.trials} in each world; one run: {settings.canaries} canaries",
         f"{'relation':12} {'epsilon':>8} {'certified':>9} {'z':>7} {'many runs':>9} {'one run':>8}  right guesses",

@@ -16,8 +16,9 @@ def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], s
         f"layers not trained: {settings.others}",
         f"accuracy (%) of the global model, and mean over clients of that of local models (F23); mean +- deviation of {settings.seeds} seeds, each with a plan of its own",
         "kbit of a client a round, mean +- deviation, and [in expectation over plans]",
-        f"{'split':10} {'run':20} {'global':>14} {'local':>14} {'kbit up':>27} {'kbit down':>27}" + ("  thesis" if thesis else ""),
-    ]  # fmt: skip
+        f"{'split':10} {'run':20} {'global':>14} {'local':>14} {'kbit up':>27} {'kbit down':>27}"
+        + ("  thesis" if thesis else ""),
+    ]
     for r in rows:
         own = f"{r['local']:6.2f} +- {r['local std']:4.2f}" if np.isfinite(r["local"]) else ""
         up, down = (
@@ -25,7 +26,9 @@ def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], s
             for way in ("up", "down")
         )
         beside = "" if not thesis else f"  {thesis.get((r['name'], r['split']), '')}"
-        lines.append(f"{r['split']:10} {r['name']:20} {r['accuracy']:6.2f} +- {r['std']:4.2f} {own:>14} {up:>27} {down:>27}{beside}")  # fmt: skip
+        lines.append(
+            f"{r['split']:10} {r['name']:20} {r['accuracy']:6.2f} +- {r['std']:4.2f} {own:>14} {up:>27} {down:>27}{beside}"
+        )
     return lines
 
 
@@ -38,9 +41,14 @@ def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[s
         mine = {row["name"]: row for row in rows if row["split"] == split}
         at = np.arange(len(names)) + 0.38 * (number - (len(settings.splits) - 1) / 2)
         axes.bar(
-            at, [mine[one]["accuracy"] for one in names], 0.36, yerr=[mine[one]["std"] for one in names], capsize=2,
-            label={"class": "S1: class-wise", "dirichlet": "S2: Dirichlet"}[split], color=("#0072B2", "#E69F00")[number % 2],
-        )  # fmt: skip
+            at,
+            [mine[one]["accuracy"] for one in names],
+            0.36,
+            yerr=[mine[one]["std"] for one in names],
+            capsize=2,
+            label={"class": "S1: class-wise", "dirichlet": "S2: Dirichlet"}[split],
+            color=("#0072B2", "#E69F00")[number % 2],
+        )
     axes.set_xticks(np.arange(len(names)), names, rotation=30, ha="right")
     axes.set_ylabel("test accuracy, %")
     axes.set_ylim(bottom=max(0.0, np.nanmin([row["accuracy"] for row in rows]) - 12))

@@ -48,9 +48,14 @@ def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorit
     }
     plan, _ = plans_of(run, settings, task.layers, n, seed)
     return fedp3.fedp3(
-        task.problem.loss, plan, sample, local_pruning=pruning_in(plan, run, settings),
-        aggregate=joins[run.aggregate], others=settings.others, **how,
-    )  # fmt: skip
+        task.problem.loss,
+        plan,
+        sample,
+        local_pruning=pruning_in(plan, run, settings),
+        aggregate=joins[run.aggregate],
+        others=settings.others,
+        **how,
+    )
 
 
 def _how(settings: Settings) -> dict[str, Any]:
@@ -107,13 +112,27 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     if run.method == "fedcr_layers":
         bits = fedp3_fedcr.expected_bits(*possible(run, fedp3_fedcr.layers(shared, task)), shared, params)
     state, record = runner.loop(
-        jax.random.key(seed), algorithm, hparams, begin(params, jnp.arange(n), **rows), task.train, settings.rounds,
-        chunk=settings.every, evaluate=evaluate, checkpoint=path.with_name(path.name + ".ckpt"), label=label, progress=settings.progress,
+        jax.random.key(seed),
+        algorithm,
+        hparams,
+        begin(params, jnp.arange(n), **rows),
+        task.train,
+        settings.rounds,
+        chunk=settings.every,
+        evaluate=evaluate,
+        checkpoint=path.with_name(path.name + ".ckpt"),
+        label=label,
+        progress=settings.progress,
         config={
-            "task": settings.task, "split": split, "run": run.label(), "seed": seed, "clients": n, "cohort": settings.cohort,
+            "task": settings.task,
+            "split": split,
+            "run": run.label(),
+            "seed": seed,
+            "clients": n,
+            "cohort": settings.cohort,
             "expected": bits,
         },
-    )  # fmt: skip
+    )
     if run.method in ("fedavg", "fedp3"):
         saved = _saved(path, settings.rounds)
         found = np.array([local_accuracy(run, shared, split, seed, hparams, state)]) if saved is None else saved
@@ -151,10 +170,18 @@ def _local_sums(run: Run, settings: Settings, split: str, first: int):
     @jax.jit
     def sums(key, hparams, state, data):
         return fedp3.local_models(
-            key, hparams, state, data, problem.loss, plan, lambda key, pair: draw(key, pair[0]),
-            local_pruning=pruning_in(plan, run, settings), others=settings.others, **_how(settings),
+            key,
+            hparams,
+            state,
+            data,
+            problem.loss,
+            plan,
+            lambda key, pair: draw(key, pair[0]),
+            local_pruning=pruning_in(plan, run, settings),
+            others=settings.others,
+            **_how(settings),
             use=lambda model, pair: problem.accuracy_sums(model, pair[1]),
-        )  # fmt: skip
+        )
 
     return sums
 
@@ -166,9 +193,15 @@ def alone(settings: Settings, split: str, seed: int) -> float:
     n = len(task.train.weights)
     steps = max(1, 2 * settings.rounds * settings.steps * min(settings.cohort, n) // n)
     models = flix.local_sgd(
-        jax.random.key(seed), jax.value_and_grad(task.problem.loss), params, task.train, stepsize=settings.stepsize,
-        steps=steps, sample=local.minibatch(settings.batch), over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
-    )  # fmt: skip
+        jax.random.key(seed),
+        jax.value_and_grad(task.problem.loss),
+        params,
+        task.train,
+        stepsize=settings.stepsize,
+        steps=steps,
+        sample=local.minibatch(settings.batch),
+        over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
+    )
     rows = ditto.Client(jnp.arange(n), models)
     return float(accuracy(task.problem, _own, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test))
 

@@ -44,17 +44,57 @@ def checks(out: Path, delta: float) -> list[dict]:
     """The thesis's statements about FedP3, as numbers."""
     found, exact, printed = noise_floor(0.1, 100, 2000)
     table: list[dict] = [
-        {"check": "E |grad f|^2 after 100 rounds, two clients", "thesis": f"<= {printed:.2e}", "measured": f"{found:.4f} ({exact:.4f} exactly)", "errata": "F11"}
-    ]  # fmt: skip
+        {
+            "check": "E |grad f|^2 after 100 rounds, two clients",
+            "thesis": f"<= {printed:.2e}",
+            "measured": f"{found:.4f} ({exact:.4f} exactly)",
+            "errata": "F11",
+        }
+    ]
     for c in (1.0, 2.0, 8.0):
         values = formula_noise(delta, 500, 1000, c)
-        table.append({"check": f"epsilon of sigma with c = {c:g} for epsilon = 1, K = 1000, m = 500", "thesis": "1", "measured": ", ".join(f"{name} {value:.2f}" for name, value in values.items()), "errata": "F20"})  # fmt: skip
+        table.append(
+            {
+                "check": f"epsilon of sigma with c = {c:g} for epsilon = 1, K = 1000, m = 500",
+                "thesis": "1",
+                "measured": ", ".join(f"{name} {value:.2f}" for name, value in values.items()),
+                "errata": "F20",
+            }
+        )
     plan = theory.schedule(1.0, delta, L=2.0, delta0=10.0, C=1.0, c=1.0, d=100, m=500)
-    table.append({"check": "bound for L = 2, Delta_0 = 10, C = 1, d = 100, m = 500", "thesis": f"{plan.bound / math.sqrt(10):.4f}", "measured": f"{plan.bound:.4f}", "errata": "F19"})  # fmt: skip
-    table.append({"check": "variance of a batch of 1 of 2 rows, gradients +-1", "thesis": f"<= {theory.poisson_variance(1.0, 0.5, 1):g}", "measured": f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})", "errata": "F18"})  # fmt: skip
-    table.append({"check": "FedP3 against GD in bits, n = 100, epsilon = 1e-3", "thesis": "n / epsilon = 1e5 times cheaper", "measured": f"{aggregation.advantage_over_gd(100, 1e-3):g} times", "errata": "F14"})  # fmt: skip
+    table.append(
+        {
+            "check": "bound for L = 2, Delta_0 = 10, C = 1, d = 100, m = 500",
+            "thesis": f"{plan.bound / math.sqrt(10):.4f}",
+            "measured": f"{plan.bound:.4f}",
+            "errata": "F19",
+        }
+    )
+    table.append(
+        {
+            "check": "variance of a batch of 1 of 2 rows, gradients +-1",
+            "thesis": f"<= {theory.poisson_variance(1.0, 0.5, 1):g}",
+            "measured": f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})",
+            "errata": "F18",
+        }
+    )
+    table.append(
+        {
+            "check": "FedP3 against GD in bits, n = 100, epsilon = 1e-3",
+            "thesis": "n / epsilon = 1e5 times cheaper",
+            "measured": f"{aggregation.advantage_over_gd(100, 1e-3):g} times",
+            "errata": "F14",
+        }
+    )
     growth = aggregation.pruning_growth(np.array([[1.0, 0.9], [0.9, 1.0]]), np.array([1.0, 0.0]))
-    table.append({"check": "sup f(Pw) / f(w), one of two coordinates pruned", "thesis": "<= 1 + log(2) / K", "measured": f"{growth:.2f}", "errata": "F21"})  # fmt: skip
+    table.append(
+        {
+            "check": "sup f(Pw) / f(w), one of two coordinates pruned",
+            "thesis": "<= 1 + log(2) / K",
+            "measured": f"{growth:.2f}",
+            "errata": "F21",
+        }
+    )
     width = max(len(row["check"]) for row in table)
     lines = [f"{r['check']:{width}}  {r['thesis']:32} {r['measured']}  ({r['errata']})" for r in table]
     tables.save(out / "theory", table, "\n".join([f"{'check':{width}}  {'thesis':32} measured", *lines]))

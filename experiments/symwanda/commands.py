@@ -62,9 +62,11 @@ def report(settings: Settings, command: str, rows: list[dict], about: str) -> li
     ]
     for row in rows:
         cells = [
-            "-" if row.get(group) is None else f"{row[group]:.3f}" + (f" +- {row[f'{group}_std']:.3f}" if f"{group}_std" in row else "")
+            "-"
+            if row.get(group) is None
+            else f"{row[group]:.3f}" + (f" +- {row[f'{group}_std']:.3f}" if f"{group}_std" in row else "")
             for group in GROUPS
-        ]  # fmt: skip
+        ]
         lines.append(f"{row['name']:38} {cells[0]:>16} {cells[1]:>16}")
     tables.save(settings.out / f"{command}_{Path(settings.model).name}", rows, "\n".join(lines))
     return rows
@@ -92,8 +94,19 @@ def methods(settings: Settings) -> list[dict]:
     figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), layout="constrained", sharey=True)
     for axis, group in zip(axes, GROUPS):
         for number, name in enumerate(SCORES):
-            axis.semilogy([100 * s for s in settings.sparsities], [row[group] for row in rows if row["name"].startswith(f"{name}, ") and row["name"].count(",") == name.count(",") + 1],
-                          "o-", markersize=2.5, linewidth=1, color=f"C{number}", label=name)  # fmt: skip
+            axis.semilogy(
+                [100 * s for s in settings.sparsities],
+                [
+                    row[group]
+                    for row in rows
+                    if row["name"].startswith(f"{name}, ") and row["name"].count(",") == name.count(",") + 1
+                ],
+                "o-",
+                markersize=2.5,
+                linewidth=1,
+                color=f"C{number}",
+                label=name,
+            )
         axis.axhline(dense(settings), color="grey", linestyle=":", linewidth=1, label="dense")
         axis.set_xlabel("sparsity, %")
         axis.set_title(f"{Path(settings.model).name}, {group} group")
@@ -162,7 +175,9 @@ def patterns(settings: Settings) -> list[dict]:
     model = load(settings).model
     inputs = [model.block_shapes[name]["kernel"][0] for name in model.linear]
     fitting = [(n, m) for n, m in ((2, 4), (4, 8)) if all(size % m == 0 for size in inputs)]
-    recipes = {f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score) for n, m in fitting for name, score in SCORES.items()}  # fmt: skip
+    recipes = {
+        f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score) for n, m in fitting for name, score in SCORES.items()
+    }
     rows = grid(settings, recipes, "N:M")
     for n, m in fitting:
         rows.append(drawn(settings, f"stochRIA, {n}:{m}", Recipe(pattern=(n, m), score=choose(scores.stoch_ria))))
@@ -253,7 +268,9 @@ def heat_map(settings: Settings) -> None:
         )
     figure, axes = plt.subplots(1, 3, figsize=(6.8, 2.5), layout="constrained", sharey=True)
     for axis, (label, values) in zip(axes, panels.items()):
-        image = axis.imshow(values, cmap="viridis", vmin=0, vmax=np.quantile(W, 0.995), aspect="auto", interpolation="nearest")  # fmt: skip
+        image = axis.imshow(
+            values, cmap="viridis", vmin=0, vmax=np.quantile(W, 0.995), aspect="auto", interpolation="nearest"
+        )
         axis.set_title(label)
         axis.set_xlabel("output")
         axis.grid(False)
@@ -263,6 +280,14 @@ def heat_map(settings: Settings) -> None:
 
 
 COMMANDS = {
-    "methods": methods, "alpha": alpha, "beta": beta, "norms": norms, "strategies": strategies, "patterns": patterns,
-    "fine-tuning": fine_tuning, "ablation": ablation, "heat-map": heat_map, "zero-shot": zero_shot,
-}  # fmt: skip
+    "methods": methods,
+    "alpha": alpha,
+    "beta": beta,
+    "norms": norms,
+    "strategies": strategies,
+    "patterns": patterns,
+    "fine-tuning": fine_tuning,
+    "ablation": ablation,
+    "heat-map": heat_map,
+    "zero-shot": zero_shot,
+}

@@ -37,9 +37,17 @@ class Settings:
 
 
 CONFIG = Config(
-    "llama", vocab_size=128, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3,
-    head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
-)  # fmt: skip
+    "llama",
+    vocab_size=128,
+    hidden_size=96,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=16,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
 
 
 def loss(model, params, batch):
@@ -61,7 +69,7 @@ def main(settings: Settings) -> None:
     decayed = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=settings.weight_decay, mask=decayed)
-    )  # fmt: skip
+    )
     state = optimizer.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -89,10 +97,19 @@ def main(settings: Settings) -> None:
     )
     llm.save(settings.out, model, params)
     about = {
-        "parameters": size, "steps": settings.steps, "batch": settings.batch, "window": settings.window, "seed": settings.seed,
-        "training_nats": float(np.mean(seen[-100:])), "held_out_nats": final, "python": platform.python_version(), "jax": jax.__version__,
-        "text": "pydoc_data.topics", "training_characters": len(corpus.train), "held_out_characters": len(corpus.held_out),
-    }  # fmt: skip
+        "parameters": size,
+        "steps": settings.steps,
+        "batch": settings.batch,
+        "window": settings.window,
+        "seed": settings.seed,
+        "training_nats": float(np.mean(seen[-100:])),
+        "held_out_nats": final,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "text": "pydoc_data.topics",
+        "training_characters": len(corpus.train),
+        "held_out_characters": len(corpus.held_out),
+    }
     (settings.out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

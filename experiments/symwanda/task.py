@@ -89,7 +89,9 @@ def load(settings: Settings) -> Task:
     else:
         model, params = checkpoints.load(settings.model)
         encode = tokens.load(settings.model).encode
-        calibration = texts.calibration(settings.model, settings.calibration, samples=settings.samples, length=settings.window, seed=settings.seed)  # fmt: skip
+        calibration = texts.calibration(
+            settings.model, settings.calibration, samples=settings.samples, length=settings.window, seed=settings.seed
+        )
         evaluation = tokens.evaluation_windows(encode("\n\n".join(texts.documents(settings.text))), settings.window)
     return Task(model, params, calibration, evaluation[: settings.most])
 

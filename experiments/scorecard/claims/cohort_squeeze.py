@@ -23,9 +23,17 @@ from experiments.scorecard.claims import Claim, corrected
 METHOD = "SPPM-AS"
 # Nine settings of K = 1, 2, 3, then of 4, 5, 6 and of 7, 8, 9: one compiled program for each solver.
 SETTINGS = experiment.Settings(
-    datasets=("breast_cancer",), clusters=4, per_cluster=5, gammas=(1.0, 100.0, 1000.0), most_local=9, cap=60, seeds=2,
-    absolute=(0.1,), relative=(), progress=False,
-)  # fmt: skip
+    datasets=("breast_cancer",),
+    clusters=4,
+    per_cluster=5,
+    gammas=(1.0, 100.0, 1000.0),
+    most_local=9,
+    cap=60,
+    seeds=2,
+    absolute=(0.1,),
+    relative=(),
+    progress=False,
+)
 GAMMAS, ROUNDS, SEEDS = (1.0, 100.0, 1e5), 160, 4
 
 
@@ -79,8 +87,10 @@ def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
     problem, clusters = ridge()
     n, b = len(problem.H), len(clusters)
     kinds = {
-        "stratified": samplings.stratified(clusters), "nice": samplings.nice(n, b), "block": samplings.block_of(clusters, b),
-    }  # fmt: skip
+        "stratified": samplings.stratified(clusters),
+        "nice": samplings.nice(n, b),
+        "block": samplings.block_of(clusters, b),
+    }
     hparams = [sppm_as.HParams(gamma, 1) for gamma in GAMMAS]
     return {
         name: (sampling, distances(sppm_as.sppm_as(quadratic.loss, sampling, lambda h: exact), hparams))
@@ -103,33 +113,47 @@ def neighbourhoods() -> Claim:
     order = [rows[name][0] for name in ("stratified", "nice", "block")]
     good = order == sorted(order) and all(found <= bound for found, bound in rows.values())
     return Claim(
-        METHOD, "Stratified sampling settles nearest to the optimum", "Fig. 5.3, L2262", "stratified below nice below block",
-        ", ".join(f"{name} {found:.2e} (bound {bound:.2e})" for name, (found, bound) in rows.items()) + " (ridge regression, exact prox)",
+        METHOD,
+        "Stratified sampling settles nearest to the optimum",
+        "Fig. 5.3, L2262",
+        "stratified below nice below block",
+        ", ".join(f"{name} {found:.2e} (bound {bound:.2e})" for name, (found, bound) in rows.items())
+        + " (ridge regression, exact prox)",
         "reproduced" if good else "differs",
-    )  # fmt: skip
+    )
 
 
 def local_rounds_pay() -> Claim:
     row = costs()["bfgs"]
     many = row["iterations_K"] > 1
     return Claim(
-        METHOD, "Several local rounds per cohort lower the total cost TK", "Fig. 5.1, L1962",
+        METHOD,
+        "Several local rounds per cohort lower the total cost TK",
+        "Fig. 5.1, L1962",
         "10 against 39 for LocalGD (a6a)",
         f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), {row['evaluations']:.0f} evaluations; "
         f"LocalGD tuned over the same grid {row['localgd']:.0f} (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if many and row["iterations"] < row["localgd"] else "differs", "" if many and row["iterations"] < row["localgd"] else "P15",
-    )  # fmt: skip
+        "reproduced" if many and row["iterations"] < row["localgd"] else "differs",
+        "" if many and row["iterations"] < row["localgd"] else "P15",
+    )
 
 
 def conjugate_gradients() -> Claim:
     rows = costs()
     fewer = rows["cg"]["iterations"] < rows["bfgs"]["iterations"]
     return Claim(
-        METHOD, "The prox by CG is cheaper than by BFGS", "L2300", "7 against 10 local rounds (a6a)",
-        "; ".join(f"{name.upper()} {row['iterations']:.1f} iterations, {row['evaluations']:.1f} evaluations" for name, row in rows.items())
+        METHOD,
+        "The prox by CG is cheaper than by BFGS",
+        "L2300",
+        "7 against 10 local rounds (a6a)",
+        "; ".join(
+            f"{name.upper()} {row['iterations']:.1f} iterations, {row['evaluations']:.1f} evaluations"
+            for name, row in rows.items()
+        )
         + " (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if fewer else "differs", "" if fewer else "P12",
-    )  # fmt: skip
+        "reproduced" if fewer else "differs",
+        "" if fewer else "P12",
+    )
 
 
 def larger_gamma() -> Claim:
@@ -137,11 +161,17 @@ def larger_gamma() -> Claim:
     rows = [(gamma, tables.first(curve, 0.01 * curve[0]), settled(curve)) for gamma, curve in zip(GAMMAS, curves)]
     good = rows[0][1] > rows[-1][1] and all(a[1] >= b[1] and a[2] < b[2] for a, b in itertools.pairwise(rows))
     return Claim(
-        METHOD, "A larger gamma is faster and settles farther away", "L4987", "faster, larger neighbourhood",
-        ", ".join(f"gamma = {gamma:g}: {first:g} rounds to a hundredth of the start, settles at {last:.1e}" for gamma, first, last in rows)
+        METHOD,
+        "A larger gamma is faster and settles farther away",
+        "L4987",
+        "faster, larger neighbourhood",
+        ", ".join(
+            f"gamma = {gamma:g}: {first:g} rounds to a hundredth of the start, settles at {last:.1e}"
+            for gamma, first, last in rows
+        )
         + " (ridge regression, exact prox)",
         "reproduced" if good else "differs",
-    )  # fmt: skip
+    )
 
 
 def against_gradient_methods() -> Claim:
@@ -153,11 +183,15 @@ def against_gradient_methods() -> Claim:
     others = {name: settled(curve) for name, curve in zip(("MB-GD", "MB-LocalGD"), curves)}
     ours = settled(ours[0])
     return Claim(
-        METHOD, "SPPM-SS settles nearer than MB-GD and MB-LocalGD", "Fig. 5.4, L2294", "a significantly smaller neighbourhood at gamma = 1",
+        METHOD,
+        "SPPM-SS settles nearer than MB-GD and MB-LocalGD",
+        "Fig. 5.4, L2294",
+        "a significantly smaller neighbourhood at gamma = 1",
         f"after {ROUNDS} rounds SPPM-SS {ours:.1e}, "
-        + ", ".join(f"{name} {found:.1e}" for name, found in others.items()) + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
+        + ", ".join(f"{name} {found:.1e}" for name, found in others.items())
+        + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
         "reproduced" if all(ours < found for found in others.values()) else "differs",
-    )  # fmt: skip
+    )
 
 
 def percentages() -> Claim:
@@ -165,10 +199,13 @@ def percentages() -> Claim:
     ours, theirs = theory.cost(0.1, 1, K=10, T=1), theory.localgd_cost(0.1, 1, T=39)
     hubs, printed = 1 - ours / theirs, 1 - ours / 39
     return Claim(
-        METHOD, "Hierarchical cost falls by 94.87 %", "L2343", "74.36 % flat, 94.87 % hierarchical",
+        METHOD,
+        "Hierarchical cost falls by 94.87 %",
+        "L2343",
+        "74.36 % flat, 94.87 % hierarchical",
         f"{100 * flat:.2f} % and {100 * hubs:.2f} % by the stated formulas; {100 * printed:.2f} % if LocalGD is charged 39 instead of {theirs:.1f}",
         *corrected([round(100 * share, 2) for share in (flat, printed)] == [74.36, 94.87] and hubs > printed, "P11"),
-    )  # fmt: skip
+    )
 
 
 def averaged_prox() -> Claim:
@@ -184,10 +221,13 @@ def averaged_prox() -> Claim:
     printed = prox(alpha * gamma / (alpha + gamma), x_k)
     error, wrong = (float(np.linalg.norm(found - direct)) for found in (ours, printed))
     return Claim(
-        METHOD, "FedAvg-SPPM-AS is FedProx-SPPM-AS", "L4854", "equal",
+        METHOD,
+        "FedAvg-SPPM-AS is FedProx-SPPM-AS",
+        "L4854",
+        "equal",
         f"the printed prox is {wrong:.2f} off; with both anchors the error is {error:.0e}",
         *corrected(error < 1e-12 < 1e-2 < wrong, "P2"),
-    )  # fmt: skip
+    )
 
 
 def nice_example() -> Claim:
@@ -201,11 +241,22 @@ def nice_example() -> Claim:
     )
     good = np.allclose(values, (1 / 2, 1 / 3, 1 / 4))
     return Claim(
-        METHOD, "A bad clustering makes stratified sampling worse than nice; the best one makes it better", "Example L5566",
-        "1/2 against 1/3", f"{values[0]:.4f} against {values[1]:.4f}; best clustering {values[2]:.4f}", "reproduced" if good else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A bad clustering makes stratified sampling worse than nice; the best one makes it better",
+        "Example L5566",
+        "1/2 against 1/3",
+        f"{values[0]:.4f} against {values[1]:.4f}; best clustering {values[2]:.4f}",
+        "reproduced" if good else "differs",
+    )
 
 
 CLAIMS = [
-    neighbourhoods, local_rounds_pay, conjugate_gradients, larger_gamma, against_gradient_methods, percentages, averaged_prox, nice_example,
-]  # fmt: skip
+    neighbourhoods,
+    local_rounds_pay,
+    conjugate_gradients,
+    larger_gamma,
+    against_gradient_methods,
+    percentages,
+    averaged_prox,
+    nice_example,
+]

@@ -31,9 +31,17 @@ def setting(compressor):
 def ledger_is_bytes() -> Claim:
     """Replay a run message by message and weigh every one."""
     named = [
-        compressors.top_k(4), compressors.rand_k(4), compressors.comp(2, 20), compressors.mix(2, 3), compressors.m_nice(4),
-        compressors.perm_k(), compressors.natural(), compressors.dithering(4), compressors.ternary(), compressors.scaled_sign(),
-    ]  # fmt: skip
+        compressors.top_k(4),
+        compressors.rand_k(4),
+        compressors.comp(2, 20),
+        compressors.mix(2, 3),
+        compressors.m_nice(4),
+        compressors.perm_k(),
+        compressors.natural(),
+        compressors.dithering(4),
+        compressors.ternary(),
+        compressors.scaled_sign(),
+    ]
     gradients = jax.jit(jax.vmap(jax.grad(quadratic.loss), in_axes=(None, 0)))
     ledger = weighed = 0.0
     for compressor in named:
@@ -47,10 +55,13 @@ def ledger_is_bytes() -> Claim:
             state, metrics = step(key, hparams, state, data)
             ledger += float(metrics.bits_up)
     return Claim(
-        METHOD, "Every bit in a plot is a bit that an encoder emits", "ours",
-        "-", f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of {len(named)} compressors",
+        METHOD,
+        "Every bit in a plot is a bit that an encoder emits",
+        "ours",
+        "-",
+        f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of {len(named)} compressors",
         "reproduced" if abs(ledger - weighed) < 1e-6 else "differs",
-    )  # fmt: skip
+    )
 
 
 def sweep_is_runs() -> Claim:
@@ -61,9 +72,13 @@ def sweep_is_runs() -> Claim:
     single = [[runner.run(key, algorithm, h, state, data, ROUNDS)[1].loss for key in keys] for h in grid]
     difference = float(np.abs(np.asarray(swept.loss) - np.asarray(single)).max())
     return Claim(
-        METHOD, "A sweep over stepsizes and seeds is one program with the same results", "ours",
-        "-", f"largest difference to {2 * 3} single runs: {difference:.1e}", "reproduced" if difference < 1e-10 else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A sweep over stepsizes and seeds is one program with the same results",
+        "ours",
+        "-",
+        f"largest difference to {2 * 3} single runs: {difference:.1e}",
+        "reproduced" if difference < 1e-10 else "differs",
+    )
 
 
 def resume_is_exact() -> Claim:
@@ -78,9 +93,13 @@ def resume_is_exact() -> Claim:
         )
     equal = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed)))
     return Claim(
-        METHOD, "A run that was stopped goes on bit for bit", "ours",
-        "-", f"all {len(jax.tree.leaves(whole))} leaves of the state equal: {equal}", "reproduced" if equal else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A run that was stopped goes on bit for bit",
+        "ours",
+        "-",
+        f"all {len(jax.tree.leaves(whole))} leaves of the state equal: {equal}",
+        "reproduced" if equal else "differs",
+    )
 
 
 CLAIMS = [ledger_is_bytes, sweep_is_runs, resume_is_exact]

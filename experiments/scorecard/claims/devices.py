@@ -60,10 +60,13 @@ def devices_do_not_matter() -> Claim:
     found, _, size = measured()
     worst = max(difference for difference, _, _ in found.values())
     return Claim(
-        METHOD, "Devices do not change the result, also where they do not divide the clients", "ours",
-        "-", f"{N} clients, 60 rounds of EF-BV on {', '.join(found)} devices: parameters of size {size:.3f} differ by {worst:.1e} at most",
+        METHOD,
+        "Devices do not change the result, also where they do not divide the clients",
+        "ours",
+        "-",
+        f"{N} clients, 60 rounds of EF-BV on {', '.join(found)} devices: parameters of size {size:.3f} differ by {worst:.1e} at most",
         "reproduced" if worst < 1e-10 else "differs",
-    )  # fmt: skip
+    )
 
 
 def bytes_are_the_formula() -> Claim:
@@ -72,10 +75,13 @@ def bytes_are_the_formula() -> Claim:
     right = all(bytes_ == formula for _, bytes_, _ in several.values())
     texts = ", ".join(f"{number}: {bytes_} in {count}" for number, (_, bytes_, count) in several.items())
     return Claim(
-        METHOD, "A round reduces one message, its price and one loss over the devices", "ours",
-        f"{formula} bytes", f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",
+        METHOD,
+        "A round reduces one message, its price and one loss over the devices",
+        "ours",
+        f"{formula} bytes",
+        f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",
         "reproduced" if right else "differs",
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [devices_do_not_matter, bytes_are_the_formula]

@@ -42,11 +42,14 @@ def wire_changes_nothing() -> Claim:
             ledger += float(metrics.bits_up)
             header += 8 * report.header_bytes / N
     return Claim(
-        METHOD, "The wire does not change the result", "ours",
-        "-", f"params differ from the simulation's by at most {gap:.1e} in {ROUNDS} rounds of {len(named)} compressors (bit for bit with one client "
+        METHOD,
+        "The wire does not change the result",
+        "ours",
+        "-",
+        f"params differ from the simulation's by at most {gap:.1e} in {ROUNDS} rounds of {len(named)} compressors (bit for bit with one client "
         f"a device, tests/federation/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger {ledger:.0f}; envelopes, both ways, {header:.0f} more",
         "reproduced" if gap < 1e-12 and weighed == ledger else "differs",
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [wire_changes_nothing]
