@@ -149,8 +149,8 @@ def command(settings: Settings) -> list[str]:
 def here(settings: Settings) -> int:
     """Start `local` processes on this machine and wait for them.
 
-    If a process fails, the others end within the heartbeat. SIGTERM and SIGINT are passed on to all processes, which save a
-    checkpoint and end.
+    If a process fails, the others end within the heartbeat; 15 seconds later they are killed. SIGTERM and SIGINT are
+    passed on to all processes, which save a checkpoint and end.
 
     Args:
         settings: What every process runs.

@@ -100,8 +100,8 @@ def train(settings: Settings, compressed: bool) -> dict[str, float]:
     """Train one model.
 
     Returns:
-        The last training loss, the loss on held-out text, the bits that a client sends per step, the number of steps, and
-        the number of parameters.
+        The last training loss, the held-out loss, the bits per client and step, the number of steps, and the number d
+        of parameters.
     """
     corpus = embedded.corpus()
     share = len(corpus.train) // settings.clients
