@@ -1,7 +1,7 @@
-"""Runs of Chapter 4 and what a table says of them.
+"""Train the runs of Chapter 4 and collect the rows of their tables.
 
-All methods have the same stepsize, local steps and rows.  A seed draws the plan (who trains which layers), the network's start, cohorts,
-rows and masks.
+All methods have the same stepsize, number of local steps and batch size. A seed draws the plan (which client trains
+which layers), the initial network, the cohorts, the rows of the batches and the masks.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ from experiments.scafflix.networks import accuracy
 
 @cache
 def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorithm:
-    """One object for what has the same plans: seeds share a compiled program."""
+    """Return the algorithm of a run.
+
+    The cache returns the same object for equal arguments, so that seeds share a compiled program.
+    """
     task = load(data_of(settings), split)
     how: dict[str, Any] = _how(settings) | {"cohort": settings.cohort}
     sample, n = local.minibatch(settings.batch), len(task.train.weights)
@@ -63,6 +66,7 @@ def _how(settings: Settings) -> dict[str, Any]:
 
 
 def hparams_of(run: Run, settings: Settings) -> Any:
+    """Return the hyperparameters of a run."""
     gamma = settings.stepsize
     made = {
         "fedprox": fedprox.HParams(gamma, 0.1, 1.0),
@@ -81,7 +85,7 @@ def _own(hparams, server, client):
 
 
 def _start(run: Run, task: Task, settings: Settings, seed: int) -> tuple[Any, networks.Classification, Any]:
-    """Params, the problem by which they are judged, and what a client deploys."""
+    """Return the initial params, the problem that scores them, and the function that returns what a client deploys."""
     key, first = jax.random.key(1000 + seed), task.train.inputs[0, :1]
     if not run.method.startswith("fedcr"):
         return task.problem.init(key, first), task.problem, _own if run.method == "ditto" else _global
@@ -90,7 +94,11 @@ def _start(run: Run, task: Task, settings: Settings, seed: int) -> tuple[Any, ne
 
 
 def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
-    """One run; its record has the test accuracy every few rounds, over the test rows of all clients, and that of local models."""
+    """Train one run and save its record.
+
+    The record has the test accuracy over the test rows of all clients, every few rounds ("test"). For FedAvg and FedP3
+    it also has the accuracy of the local models after the last round ("local").
+    """
     task = load(data_of(settings), split)
     shared, n = shape_of(settings), len(task.train.weights)
     algorithm, hparams = (
@@ -142,7 +150,7 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
 
 
 def _saved(path: Path, rounds: int) -> np.ndarray | None:
-    """The accuracy of local models, if a run of so many rounds has left it."""
+    """Return the accuracy of the local models that a run of this many rounds has saved, or None."""
     try:
         found = Record.load(path).evaluations
     except FileNotFoundError:
@@ -151,7 +159,10 @@ def _saved(path: Path, rounds: int) -> np.ndarray | None:
 
 
 def local_accuracy(run: Run, settings: Settings, split: str, seed: int, hparams: Any, state: Any) -> float:
-    """Mean over clients of the accuracy of their local model (L_i trained, the rest pruned) on their own test rows: F23's metric."""
+    """Return the mean over clients of the accuracy of each local model on its own test rows (erratum F23).
+
+    In a local model the layers of L_i are trained and the other layers are pruned.
+    """
     task = load(data_of(settings), split)
     program = replace(program_of(run, settings), aggregate="simple")
     sums = _local_sums(program, settings, split, seed - seed % TOGETHER)
@@ -187,7 +198,10 @@ def _local_sums(run: Run, settings: Settings, split: str, first: int):
 
 
 def alone(settings: Settings, split: str, seed: int) -> float:
-    """Test accuracy of clients that train by themselves as many steps as a client of a run does on average, twice over."""
+    """Return the test accuracy of clients that train without communication.
+
+    Each client takes twice as many steps as a client of a run does on average.
+    """
     task = load(data_of(settings), split)
     params = task.problem.init(jax.random.key(1000 + seed), task.train.inputs[0, :1])
     n = len(task.train.weights)
@@ -207,15 +221,24 @@ def alone(settings: Settings, split: str, seed: int) -> float:
 
 
 def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False) -> list[dict]:
-    """One row a run and split: accuracies and bits of a client a round, mean and deviation over the seeds, which draw plans too."""
-    for split in settings.splits:  # before anything is trained
+    """Train all runs and return one row per run and split.
+
+    A row has accuracies and bits per client and round, as mean and deviation over the seeds. The seeds also draw the
+    plans.
+
+    Args:
+        runs: The runs.
+        settings: Settings of all runs.
+        local_only: Add a row for clients that train without communication.
+    """
+    for split in settings.splits:  # fail before training if data are missing
         load(data_of(settings), split)
     rows = []
     for split in settings.splits:
         for run in runs:
             try:
                 records = [train(run, settings, split, seed) for seed in range(settings.seeds)]
-            except runner.DivergedError as error:  # the table goes on, with nan in this row
+            except runner.DivergedError as error:  # the row gets nan, and the other runs go on
                 print(f"{run.name}, {split}: {error}")
                 gone = np.full(1, np.nan)
                 rows.append(_row(run.name, split, gone, gone, {"up": gone, "down": gone}, {}))

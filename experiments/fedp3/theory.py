@@ -1,4 +1,7 @@
-"""What the thesis says of FedP3's convergence and privacy, beside what is measured: `python -m experiments.fedp3.privacy theory`."""
+"""The thesis's statements on FedP3's convergence and privacy, next to measured values.
+
+python -m experiments.fedp3.privacy theory
+"""
 
 import math
 from pathlib import Path
@@ -17,7 +20,16 @@ from experiments import tables
 
 
 def noise_floor(gamma: float, rounds: int, seeds: int) -> tuple[float, float, float]:
-    """(mean_runs |grad f|^2 at the end, gamma / (2 - gamma), the printed bound) for two clients |w -+ c|^2 / 2, |c| = 1 (F11)"""
+    """Measure the noise floor of the sketch for two clients |w -+ c|^2 / 2 with |c| = 1 (erratum F11).
+
+    Args:
+        gamma: Stepsize.
+        rounds: Rounds of each run.
+        seeds: Number of runs.
+
+    Returns:
+        The mean over runs of |grad f|^2 at the end, its exact limit gamma / (2 - gamma), and the printed bound.
+    """
     c = np.zeros((2, 4))
     c[:, 0] = 1.0, -1.0
     data = jax.tree.map(jnp.asarray, quadratic.Quadratic(np.tile(np.eye(4), (2, 1, 1)), c))
@@ -32,7 +44,14 @@ def noise_floor(gamma: float, rounds: int, seeds: int) -> tuple[float, float, fl
 
 
 def formula_noise(delta: float, m: int, K: int, c: float) -> dict[str, float]:
-    """epsilon that the thesis's sigma for epsilon = 1 really has with full batches (F20)"""
+    """Return the true epsilon of the thesis's sigma for epsilon = 1 with full batches, by relation (erratum F20).
+
+    Args:
+        delta: Privacy parameter.
+        m: Rows of the client.
+        K: Rounds.
+        c: Constant of the formula, which the thesis does not give.
+    """
     z = math.sqrt(theory.noise_variance(1.0, delta, c=c, C=1.0, K=K, m=m)) * m
     return {
         relation: accounting.certify(z, 1.0, K, delta, relation=relation).epsilon
@@ -41,7 +60,7 @@ def formula_noise(delta: float, m: int, K: int, c: float) -> dict[str, float]:
 
 
 def checks(out: Path, delta: float) -> list[dict]:
-    """The thesis's statements about FedP3, as numbers."""
+    """Check the thesis's statements about FedP3 as numbers, and write them as a table."""
     found, exact, printed = noise_floor(0.1, 100, 2000)
     table: list[dict] = [
         {
@@ -74,7 +93,9 @@ def checks(out: Path, delta: float) -> list[dict]:
         {
             "check": "variance of a batch of 1 of 2 rows, gradients +-1",
             "thesis": f"<= {theory.poisson_variance(1.0, 0.5, 1):g}",
-            "measured": f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})",
+            "measured": (
+                f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})"
+            ),
             "errata": "F18",
         }
     )
