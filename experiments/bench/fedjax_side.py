@@ -1,6 +1,6 @@
-"""FedJAX's side of `experiments.bench.scafflix`, for an environment of its own (see there).  Prints seconds a round."""
+"""The FedJAX side of `experiments.bench.scafflix`, for its own environment (see there). Prints seconds per round."""
 
-# FedJAX's types do not know its own arguments.
+# FedJAX's type annotations do not match its own arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def model():
-    """FedJAX's EMNIST network without its dropout, so that both sides do the same work."""
+    """Return FedJAX's EMNIST network without its dropout, so that both sides do the same work."""
 
     def forward(batch):
         layers = [
@@ -41,6 +41,7 @@ def model():
 
 
 def main():
+    """Time rounds of FedAvg, and print the least and the median seconds per round."""
     parser = argparse.ArgumentParser()
     for name, default in (("clients", 10), ("steps", 20), ("batch", 20), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)

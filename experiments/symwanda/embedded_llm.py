@@ -1,8 +1,9 @@
-"""Trains the small Llama that comes with the package (`commjax.llm.embedded`) and writes its folder.
+"""Train the small Llama that comes with the package (`commjax.llm.embedded`), and write its folder.
 
-    python -m experiments.symwanda.embedded_llm --out topics        500 steps, 9 CPU minutes; 1.27 nats a character on held-out topics
+    python -m experiments.symwanda.embedded_llm --out topics        500 steps, 9 CPU minutes
 
-Text: the help topics of the running Python (`pydoc_data.topics`), characters as tokens.  AdamW, cosine schedule.
+Expected: 1.27 nats per character on held-out topics. The text is the help topics of the running Python
+(`pydoc_data.topics`), with characters as tokens. The optimizer is AdamW with a cosine schedule.
 """
 
 import json
@@ -26,13 +27,13 @@ from commjax.llm.config import Config
 
 @dataclass(frozen=True)
 class Settings:
-    out: Path = Path("topics")  # a new folder
-    steps: int = 500  # of AdamW
-    batch: int = 16  # windows
-    window: int = 256  # characters
-    rate: float = 3e-3  # peak of the schedule
-    weight_decay: float = 0.1  # of matrices
-    seed: int = 0  # of weights and windows
+    out: Path = Path("topics")  # folder to write; it must not exist
+    steps: int = 500  # steps of AdamW
+    batch: int = 16  # windows per step
+    window: int = 256  # characters per window
+    rate: float = 3e-3  # peak learning rate
+    weight_decay: float = 0.1  # weight decay of matrices
+    seed: int = 0  # seed of weights and windows
     progress: bool = True  # show a bar
 
 
@@ -51,16 +52,19 @@ CONFIG = Config(
 
 
 def loss(model, params, batch):
+    """Return the mean next-token cross-entropy of ids [batch, length + 1]."""
     logits = llm.forward(model, params, batch[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]))
 
 
 def held_out(model, params, ids, window: int) -> float:
+    """Return the loss on held-out ids in nats per token."""
     found = perplexity.losses(model, params.outer, params.blocks, tokens.evaluation_windows(list(ids), window))
     return perplexity.nats_per_token(found)
 
 
 def main(settings: Settings) -> None:
+    """Train the model and write its folder."""
     export.refuse_existing(settings.out)
     model, corpus = llm.model(CONFIG), embedded.corpus()
     params = llm.init(jax.random.key(settings.seed), model)
@@ -93,7 +97,8 @@ def main(settings: Settings) -> None:
     params = jax.tree.map(np.asarray, params)
     final = held_out(model, params, corpus.held_out, settings.window)
     print(
-        f"{size} parameters; training {np.mean(seen[-100:]):.4f}, held out {final:.4f} nats a character, windows of {settings.window}"
+        f"{size} parameters; training {np.mean(seen[-100:]):.4f}, held out {final:.4f} nats a character, "
+        f"windows of {settings.window}"
     )
     llm.save(settings.out, model, params)
     about = {

@@ -1,8 +1,9 @@
-"""Zero-shot accuracy of the dense and the pruned model, by lm-eval's own tasks on local files (L2797, table L2825).
+"""Zero-shot accuracy of the dense and the pruned model on local files, by lm-eval (Thesis: Sec. 6.4.3, Table 6.6).
 
-    python -m experiments.symwanda zero-shot --model stories260K --limit 200        files of $COMMJAX_DATA/zeroshot; needs commjax[eval]
+    python -m experiments.symwanda zero-shot --model stories260K --limit 200
 
-The tasks are worded as in lm-eval 0.4; the files are of one JSON object a line, as data/README of the folder says.
+The command reads files from $COMMJAX_DATA/zeroshot and needs commjax[eval]. The tasks are worded as in lm-eval 0.4. The
+files have one JSON object per line, as the data/README of the folder says.
 """
 
 import json
@@ -27,7 +28,8 @@ def _before(doc: dict) -> list[str]:
     return [before + doc["option1"], before + doc["option2"]]
 
 
-# What lm-eval's YAML files say; a text that is an int is the number of the right choice, the choices then are contexts.
+# The contents of lm-eval's YAML files. If the text is an int, it is the number of the right choice, and the choices are
+# contexts.
 TASKS: dict[str, dict[str, Any]] = {
     "arc_easy": {
         "file": "arc_easy_test",
@@ -65,7 +67,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, folder: Path, limit: int | None) -> dict[str, Any]:
-    """A task as lm-eval takes it, with the first `limit` lines of its file."""
+    """Return lm-eval's configuration of a task, with the first `limit` lines of its file."""
     if name not in TASKS:
         raise ValueError(f"tasks={name!r}; allowed: {', '.join(TASKS)}")
     about = TASKS[name]
@@ -95,6 +97,7 @@ def config(name: str, folder: Path, limit: int | None) -> dict[str, Any]:
 
 
 def tokenizer(settings: Settings) -> Tokenizer:
+    """Return the tokenizer of the model."""
     if settings.model == "topics":
         return embedded.tokenizer()
     if settings.model == "stories260K":
@@ -103,7 +106,15 @@ def tokenizer(settings: Settings) -> Tokenizer:
 
 
 def accuracies(face: Any, configs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """task -> lm-eval's acc and acc_norm with their standard errors, and the number of questions."""
+    """Evaluate a model with lm-eval.
+
+    Args:
+        face: The model, as lm-eval takes it (`zeroshot.template_lm`).
+        configs: Configurations of the tasks.
+
+    Returns:
+        task -> acc with its standard error, acc_norm, and the number of questions.
+    """
     import lm_eval
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -117,7 +128,7 @@ def accuracies(face: Any, configs: list[dict[str, Any]]) -> dict[str, dict[str, 
 
 
 def zero_shot(settings: Settings) -> list[dict]:
-    """Table L2825 on local files: dense, and magnitude, Wanda and RIA at `sparsity`, output group."""
+    """Compare the dense model with magnitude, Wanda and RIA at `sparsity`, output group, on local files (Table 6.6)."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     folder = Path(os.environ.get("COMMJAX_DATA", "data")) / "zeroshot"

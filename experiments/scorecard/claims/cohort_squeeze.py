@@ -1,4 +1,4 @@
-"""Chapter 5, Cohort-Squeeze: its figures in small, on 569 rows of breast cancer: logistic and ridge regression."""
+"""Chapter 5, Cohort-Squeeze: its figures in small, for logistic and ridge regression on 569 rows of breast cancer."""
 
 import itertools
 from dataclasses import replace
@@ -21,7 +21,7 @@ from experiments.cohort_squeeze import commands as experiment
 from experiments.scorecard.claims import Claim, corrected
 
 METHOD = "SPPM-AS"
-# Nine settings of K = 1, 2, 3, then of 4, 5, 6 and of 7, 8, 9: one compiled program for each solver.
+# The grid runs in blocks of nine settings: K = 1, 2, 3, then 4, 5, 6, then 7, 8, 9. Each solver compiles one program.
 SETTINGS = experiment.Settings(
     datasets=("breast_cancer",),
     clusters=4,
@@ -39,7 +39,7 @@ GAMMAS, ROUNDS, SEEDS = (1.0, 100.0, 1e5), 160, 4
 
 @cache
 def costs() -> dict[str, dict]:
-    """The row of `experiments.cohort_squeeze cost` for two solvers, against the same runs of LocalGD"""
+    """Return the row of `experiments.cohort_squeeze cost` for each of two solvers, against the same runs of LocalGD."""
     found: dict[str, dict] = {}
     one, rival = experiment.problem("breast_cancer", SETTINGS), None
     with TemporaryDirectory() as folder:
@@ -53,7 +53,10 @@ def costs() -> dict[str, dict]:
 
 @cache
 def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
-    """The same clients' least squares with mu/2 |x|^2, whose prox is a linear system; and their clusters"""
+    """Return ridge regression on the data of the same clients, and their clusters.
+
+    The objective is least squares with mu/2 |x|^2, whose prox is a linear system.
+    """
     one = experiment.problem("breast_cancer", SETTINGS)
     A = [one.dataset.features[ids] for ids in one.rows]
     H = np.stack([a.T @ a / len(a) + SETTINGS.mu * np.eye(a.shape[1]) for a in A])
@@ -62,7 +65,7 @@ def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
 
 
 def exact(oracle, x, budget, tolerance) -> solvers.Result:
-    """The minimiser of a quadratic, by one Newton step"""
+    """Return the minimizer of a quadratic by one Newton step. The signature is that of a solver of `prox.solvers`."""
     here = solvers.evaluate(oracle, x)
     found = x - jnp.linalg.solve(oracle.hessian(x), here.grad)
     zero = jnp.zeros((), jnp.int32)
@@ -70,7 +73,7 @@ def exact(oracle, x, budget, tolerance) -> solvers.Result:
 
 
 def distances(algorithm, hparams: list) -> np.ndarray:
-    """[setting, round]: |x - x*|^2 on the ridge problem, mean over seeds"""
+    """Return |x - x*|^2 on the ridge problem [setting, round], as mean over seeds."""
     problem, _ = ridge()
     optimum = quadratic.optimum(problem).params
     state = algorithm.init(jnp.ones(len(optimum)), jnp.arange(len(problem.H)))
@@ -83,7 +86,7 @@ def distances(algorithm, hparams: list) -> np.ndarray:
 
 @cache
 def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
-    """SPPM-AS with an exact prox: three samplings, each for all of GAMMAS"""
+    """Run SPPM-AS with an exact prox: three samplings, each for all GAMMAS. Return sampling and distances by name."""
     problem, clusters = ridge()
     n, b = len(problem.H), len(clusters)
     kinds = {
@@ -99,6 +102,7 @@ def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
 
 
 def settled(curve: np.ndarray) -> float:
+    """Return the mean of the second half of a curve."""
     return float(curve[-ROUNDS // 2 :].mean())
 
 
@@ -131,7 +135,8 @@ def local_rounds_pay() -> Claim:
         "Several local rounds per cohort lower the total cost TK",
         "Fig. 5.1, L1962",
         "10 against 39 for LocalGD (a6a)",
-        f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), {row['evaluations']:.0f} evaluations; "
+        f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), "
+        f"{row['evaluations']:.0f} evaluations; "
         f"LocalGD tuned over the same grid {row['localgd']:.0f} (embedded data, |x-x*|^2 < 0.1)",
         "reproduced" if many and row["iterations"] < row["localgd"] else "differs",
         "" if many and row["iterations"] < row["localgd"] else "P15",
@@ -203,7 +208,8 @@ def percentages() -> Claim:
         "Hierarchical cost falls by 94.87 %",
         "L2343",
         "74.36 % flat, 94.87 % hierarchical",
-        f"{100 * flat:.2f} % and {100 * hubs:.2f} % by the stated formulas; {100 * printed:.2f} % if LocalGD is charged 39 instead of {theirs:.1f}",
+        f"{100 * flat:.2f} % and {100 * hubs:.2f} % by the stated formulas; {100 * printed:.2f} % if LocalGD is "
+        f"charged 39 instead of {theirs:.1f}",
         *corrected([round(100 * share, 2) for share in (flat, printed)] == [74.36, 94.87] and hubs > printed, "P11"),
     )
 

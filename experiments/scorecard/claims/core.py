@@ -1,4 +1,4 @@
-"""What commjax itself promises: bits are bytes, sweeps are runs, runs resume."""
+"""The promises of commjax itself: counted bits are emitted bytes, a sweep equals its runs, a resumed run is exact."""
 
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,12 @@ from experiments.scorecard.claims import Claim
 
 METHOD = "core"
 N, D, ROUNDS = 10, 40, 60
-RANDOM = compressors.rand_k(4)  # every round draws, and its program compiles fast
+RANDOM = compressors.rand_k(4)  # it is random in every round, and its program compiles fast
 
 
 @cache
 def setting(compressor):
+    """Return data, algorithm, hyperparameters and initial state of EF-BV on a random quadratic."""
     problem = quadratic.random(0, N, D, mu=0.5, L=5.0)
     data = jax.tree.map(jnp.asarray, problem)
     algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
@@ -29,7 +30,7 @@ def setting(compressor):
 
 
 def ledger_is_bytes() -> Claim:
-    """Replay a run message by message and weigh every one."""
+    """Replay a run message by message, and count the bytes of every message."""
     named = [
         compressors.top_k(4),
         compressors.rand_k(4),
@@ -59,7 +60,8 @@ def ledger_is_bytes() -> Claim:
         "Every bit in a plot is a bit that an encoder emits",
         "ours",
         "-",
-        f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of {len(named)} compressors",
+        f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of "
+        f"{len(named)} compressors",
         "reproduced" if abs(ledger - weighed) < 1e-6 else "differs",
     )
 

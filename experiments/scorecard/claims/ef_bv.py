@@ -1,4 +1,4 @@
-"""Chapter 2, EF-BV: on the embedded data set (569 rows of breast cancer, 100 clients), in about a minute."""
+"""Chapter 2, EF-BV, on the embedded data set (569 rows of breast cancer, 100 clients). It takes about a minute."""
 
 import math
 from dataclasses import replace
@@ -29,12 +29,13 @@ TARGETS = (0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
 
 @cache
 def breast_cancer(nonconvex: bool = False) -> experiment.Problem:
+    """Return the problem of the embedded data set."""
     return experiment.problem("breast_cancer", SETTINGS, nonconvex=nonconvex)
 
 
 @cache
 def compare(k_top: int | None = None, nonconvex: bool = False, rounds: int = SETTINGS.rounds):
-    """A run of both methods whose files nobody needs afterwards."""
+    """Run EF-BV and EF21, and return the record. The files of the runs are deleted."""
     with TemporaryDirectory() as folder:
         settings = replace(SETTINGS, out=Path(folder), rounds=rounds)
         return experiment.compare(
@@ -138,7 +139,7 @@ def linear_rate() -> Claim:
 def fewer_bits() -> Claim:
     record = compare()
     rows = experiment.bits_to_targets(record, TARGETS)
-    ratios = [row["ratio"] for row in rows]  # 0 where only EF-BV arrives, infinite where only EF21 does
+    ratios = [row["ratio"] for row in rows]  # 0 if only EF-BV reaches the target, infinite if only EF21 does
     both = [row["ratio"] for row in rows if np.isfinite(row["bits"]).all()]
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
     experiment.panel(axes, record)
@@ -199,7 +200,8 @@ def trace_bound() -> Claim:
         "L_i = mu + (1/4N_i) sum |a_ij|^2 is the smoothness constant",
         "L2991",
         f"L-tilde = {bound.L_tilde:.3f}",
-        f"the largest eigenvalue gives L-tilde = {exact.L_tilde:.3f}: the formula is a bound, {bound.L_tilde / exact.L_tilde:.2f} times too large",
+        f"the largest eigenvalue gives L-tilde = {exact.L_tilde:.3f}: the formula is a bound, "
+        f"{bound.L_tilde / exact.L_tilde:.2f} times too large",
         *corrected(bool(np.all(bound.L_i >= exact.L_i)) and bound.L_tilde > 1.05 * exact.L_tilde, "E3"),
     )
 

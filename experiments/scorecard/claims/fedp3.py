@@ -1,4 +1,4 @@
-"""The claims of Chapter 4 about FedP3 itself: counts, special cases, and what leaves a client."""
+"""The claims of Chapter 4 about FedP3 itself: counts, special cases, and the contents of the uploads."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ N, ROWS = 8, 12
 
 @cache
 def small():
-    """Eight clients with rows of noise, and a network of five layers."""
+    """Return eight clients with random rows, and a network of five layers: data, problem, params, layers."""
     rng = np.random.default_rng(0)
     data = Examples(
         jnp.asarray(rng.standard_normal((N, ROWS, 16))),
@@ -51,10 +51,12 @@ def percentages() -> Claim:
     axes.legend()
     return Claim(
         METHOD,
-        "A client that trains fc1 sends 10,815 times as much as one that trains conv1 (CIFAR10); 1522.91, 13749.46, 30.23 elsewhere",
+        "A client that trains fc1 sends 10,815 times as much as one that trains conv1 (CIFAR10); 1522.91, "
+        "13749.46, 30.23 elsewhere",
         "L1825, L4037",
         "ratios 10815, 1522.91, 13749.46, 30.23",
-        f"{', '.join(format(row['spread'], '.2f') for row in found.values())}: all are 100 (max - min) / min of params(layer) + params(ffc); {most / least:.2f} times as much on CIFAR10",
+        f"{', '.join(format(row['spread'], '.2f') for row in found.values())}: all are 100 (max - min) / min of "
+        f"params(layer) + params(ffc); {most / least:.2f} times as much on CIFAR10",
         *corrected(right, "F1"),
         figure=plots.png(figure),
     )
@@ -86,7 +88,8 @@ def shares() -> Claim:
         "OPU3, OPU2 and LowerB save 20, 40 and 60 % of the communication; only 80 % of the parameters are sent",
         "L1824",
         "80, 60 and 40 %",
-        f"of the layers; of the params {sent[0]:.2f}, {sent[1]:.2f} and {sent[2]:.2f} % in expectation ({drawn[0]:.1f}, {drawn[1]:.1f}, {drawn[2]:.1f} over 5,000 drawn clients), uplink only",
+        f"of the layers; of the params {sent[0]:.2f}, {sent[1]:.2f} and {sent[2]:.2f} % in expectation "
+        f"({drawn[0]:.1f}, {drawn[1]:.1f}, {drawn[2]:.1f} over 5,000 drawn clients), uplink only",
         *corrected([round(share, 2) for share in sent] == [75.09, 50.18, 25.27] and agree, "F5"),
     )
 
@@ -133,7 +136,8 @@ def never_leaves() -> Claim:
         "Only the layers of L_i are sent to the server",
         "line 12 of Alg. FedP3, L1672",
         "nothing else leaves",
-        f"{foreign} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
+        f"{foreign} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the "
+        f"ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
         "reproduced" if foreign == outside == sent == 0 and exact else "differs",
     )
 
@@ -150,7 +154,8 @@ def weights() -> Claim:
         "Weighted averaging: alpha_i = |L_i| / sum_j |L_j| over all clients",
         "L1726, L1918",
         "an average",
-        f"clients with 2 and 6 layers that sent 10 and 20 give {printed:.2f} as printed (weights sum to {8 / 12:.2f}, the layer shrinks every round), {found:.2f} normalised over the layer's holders",
+        f"clients with 2 and 6 layers that sent 10 and 20 give {printed:.2f} as printed (weights sum to "
+        f"{8 / 12:.2f}, the layer shrinks every round), {found:.2f} normalised over the layer's holders",
         *corrected(abs(found - 17.5) < 1e-12 and abs(printed - 35 / 3) < 1e-12, "F8"),
     )
 

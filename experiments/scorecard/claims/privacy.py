@@ -1,4 +1,4 @@
-"""Chapter 4, FedP3's theory and LDP-FedP3: toy problems, dp-accounting's certificates, and an attack on them."""
+"""Chapter 4, the theory of FedP3 and LDP-FedP3: toy problems, certificates of dp-accounting, and an attack on them."""
 
 import jax
 
@@ -12,7 +12,7 @@ TARGETS, DELTA, ROUNDS, RATE = (1.0, 4.0, 8.0), 1e-5, 25, 0.5
 
 
 def certified() -> Claim:
-    """The attack's confidence is 99 % for each target."""
+    """Compare certificates with the attack, whose confidence is 99 % for each target."""
     found = [accounting.calibrate(epsilon, DELTA, RATE, ROUNDS) for epsilon in TARGETS]
     bounds = [private_training.audit(jax.random.key(i), one, 2000, 0.99) for i, one in enumerate(found)]
     inside = all(bound <= one.epsilon <= target for bound, one, target in zip(bounds, found, TARGETS))
@@ -22,8 +22,8 @@ def certified() -> Claim:
         "(epsilon, delta)-LDP for every client",
         "Thm L1779",
         "epsilon = 1, 4, 8 at delta = 1e-5, from a formula for sigma",
-        "; ".join(parts)
-        + f" ({ROUNDS} rounds, rate {RATE}, a row changed; noise from an accountant, 2000 runs of the attack in each world)",
+        "; ".join(parts) + f" ({ROUNDS} rounds, rate {RATE}, a row changed; noise from an accountant, "
+        "2000 runs of the attack in each world)",
         *corrected(inside, "F20"),
     )
 
@@ -64,7 +64,8 @@ def floor() -> Claim:
         "min_k E |grad f(w^k)|^2 <= 2 (1 + Lbar L_max gamma^2)^K Delta_0 / (gamma K)",
         "Thm L1770",
         f"{printed:.1e} for two clients |w -+ c|^2 / 2, K = 100, Delta_0 = 1e-3",
-        f"it starts at 2.0e-3 and grows to {found:.4f}: the sketch leaves gamma / (2 - gamma) = {exact:.4f} of the variance between clients",
+        f"it starts at 2.0e-3 and grows to {found:.4f}: the sketch leaves gamma / (2 - gamma) = {exact:.4f} of the "
+        "variance between clients",
         *corrected(agrees, "F11"),
     )
 

@@ -1,4 +1,4 @@
-"""Chapter 3, Scafflix: quadratics, 569 rows of breast cancer on 8 clients, and scikit-learn's digits on 20."""
+"""Chapter 3, Scafflix, on quadratics, on 569 rows of breast cancer (8 clients), and on digits (20 clients)."""
 
 from dataclasses import replace
 from functools import cache
@@ -27,14 +27,14 @@ SETTINGS = experiment.Settings(
 
 
 def in_a_folder(function, settings):
-    """A run whose files nobody needs afterwards."""
+    """Call a sub-command with a temporary output folder, which is deleted."""
     with TemporaryDirectory() as folder:
         return function(replace(settings, out=Path(folder)))
 
 
 @cache
 def quadratics():
-    """Three clients of R^5 with alpha = (0.3, 0.6, 1), exact optima."""
+    """Return three clients in R^5 with alpha = (0.3, 0.6, 1): data, alpha, exact optimum, L_i, mu_i."""
     data = quadratic.random(0, 3, 5, mu=0.5, L=4.0)
     alpha = np.array([0.3, 0.6, 1.0])
     H = data.H * (alpha**2)[:, None, None]
@@ -44,7 +44,7 @@ def quadratics():
 
 
 def converged(shift) -> tuple[np.ndarray, np.ndarray]:
-    """(x after 400 rounds, x*) from h^0 = shift, put into the state by hand."""
+    """Return x after 400 rounds from h^0 = `shift`, and x*. `shift` is put into the state directly."""
     data, alpha, optimum, L_i, mu = quadratics()
     algorithm = scafflix.scafflix(jax.value_and_grad(quadratic.loss))
     state = algorithm.init(jnp.zeros(5), jnp.arange(3), optimum=data.c)
@@ -105,7 +105,8 @@ def double_acceleration() -> Claim:
         "Local training and personalization both save communication",
         "Fig. 3.1, L1440",
         "fewer rounds than GD, and fewer for smaller alpha",
-        f"{min(ratios):.2f} to {max(ratios):.2f} of GD's rounds; {rounds[0]:.0f} rounds at alpha = {rows[0]['alpha']} to {rounds[-1]:.0f} at {rows[-1]['alpha']} (label-wise split)",
+        f"{min(ratios):.2f} to {max(ratios):.2f} of GD's rounds; {rounds[0]:.0f} rounds at alpha = "
+        f"{rows[0]['alpha']} to {rounds[-1]:.0f} at {rows[-1]['alpha']} (label-wise split)",
         "reproduced" if max(ratios) < 1 and falling else "differs",
     )
 
@@ -166,7 +167,8 @@ def fixed_point() -> Claim:
         "h_i^0 = grad f_i(xtilde_i^0) is an initialisation with small Psi^0",
         "L1416",
         "converges",
-        f"|x - x^0| = {np.linalg.norm(stuck):.1g} after 400 rounds: it never moves; centred, it ends {np.linalg.norm(fixed - optimum):.1e} from x*",
+        f"|x - x^0| = {np.linalg.norm(stuck):.1g} after 400 rounds: it never moves; centred, it ends "
+        f"{np.linalg.norm(fixed - optimum):.1e} from x*",
         *corrected(bool(np.linalg.norm(stuck) < 1e-8 and np.linalg.norm(fixed - optimum) < 1e-8), "S2"),
     )
 
@@ -214,7 +216,9 @@ def smaller_p() -> Claim:
         "L1566",
         "the smaller the better",
         f"{small['rounds']:.0f} rounds at p = {small['p']:.3f}, {best['rounds']:.0f} at {best['p']:.3f}, "
-        f"{rows[-1]['rounds']:.0f} at 1; iterations {small['iterations']:.0f}, {best['iterations']:.0f}, {rows[-1]['iterations']:.0f}: below sqrt(min gamma mu) = {best['theory']:.3f} rounds stop falling and iterations explode",
+        f"{rows[-1]['rounds']:.0f} at 1; iterations {small['iterations']:.0f}, {best['iterations']:.0f}, "
+        f"{rows[-1]['iterations']:.0f}: below sqrt(min gamma mu) = {best['theory']:.3f} rounds stop falling and "
+        "iterations explode",
         *corrected(small["rounds"] > best["rounds"] and small["iterations"] > 2 * best["iterations"], "S7"),
     )
 

@@ -1,4 +1,7 @@
-"""Chapter 6, SymWanda, on the small Llama that comes with the package, on matrices, and on stories260K if $COMMJAX_DATA has it."""
+"""Chapter 6, SymWanda, on the small Llama of the package and on matrices.
+
+If $COMMJAX_DATA has stories260K, two more claims are measured on it.
+"""
 
 import os
 from dataclasses import replace
@@ -16,13 +19,15 @@ from experiments.symwanda import commands as experiment
 
 METHOD = "SymWanda"
 SETTINGS = experiment.Settings(samples=8, most=16, seeds=5, progress=False)
-# A pretrained model, with the windows of docs/results.md: with 16 of the 64 calibration windows RIA and Wanda are level (5.369, 5.370).
+# A pretrained model, with the windows of docs/results.md. With only 16 of the 64 calibration windows, RIA and Wanda are
+# equal (5.369 and 5.370).
 STORIES = experiment.Settings(model="stories260K", progress=False)
 
 
 def perplexities(
     recipes: dict[str, Recipe], groups=experiment.GROUPS, settings=SETTINGS
 ) -> tuple[dict[str, dict], float]:
+    """Return the row of each recipe by name, and the perplexity of the dense model."""
     with TemporaryDirectory() as folder:
         settings = replace(settings, out=Path(folder))
         rows = experiment.grid(settings, recipes, "claims", groups)
@@ -30,6 +35,7 @@ def perplexities(
 
 
 def text(rows: dict[str, dict], names) -> str:
+    """Return the perplexities of the named rows as text, by comparison group."""
     return "; ".join(
         f"{group} group: " + ", ".join(f"{name} {rows[name][group]:.3f}" for name in names)
         for group in experiment.GROUPS
@@ -38,6 +44,7 @@ def text(rows: dict[str, dict], names) -> str:
 
 @cache
 def rankings() -> tuple[dict[str, dict], float]:
+    """Return perplexities of four scores at 50 %, and that of the dense model."""
     names = ("magnitude", "Wanda", "RIA, alpha = 0.5", "RIA, alpha = 1")
     return perplexities({name: Recipe(0.5, score=experiment.SCORES[name]) for name in names})
 
@@ -59,7 +66,10 @@ def ranking() -> Claim:
 
 
 def stochastic() -> Claim:
-    """Seed after seed, with the programs of `ranking`: for one small table that is less to compile than a vmap over seeds."""
+    """Measure the seeds one after another, with the programs of `ranking`.
+
+    For one small table this compiles less than a vmap over seeds.
+    """
     task = experiment.load(SETTINGS)
     full = rankings()[0]["RIA, alpha = 1"]["output"]
     recipe = Recipe(0.5, score=choose(scores.stoch_ria, beta=0.1))
@@ -77,7 +87,7 @@ def stochastic() -> Claim:
 
 
 def fine_tuning() -> Claim:
-    """The thesis's setting decides: at most 50 swaps an output, in the attention only as released."""
+    """The verdict is that of the thesis's setting: at most 50 swaps per output, in the attention only, as released."""
     names = {"50 swaps in the attention": "50, attention", "2 swaps in the attention": "2, attention"}
     settings = replace(SETTINGS, sparsity=0.6)
     recipes = {
@@ -114,6 +124,7 @@ def fine_tuning() -> Claim:
 
 @cache
 def stories() -> tuple[dict[str, dict], float]:
+    """Return perplexities of three scores at 30 % on stories260K, and that of the dense model."""
     names = ("magnitude", "Wanda", "RIA, alpha = 0.5")
     return perplexities({name: Recipe(0.3, score=experiment.SCORES[name]) for name in names}, settings=STORIES)
 
@@ -135,7 +146,11 @@ def stories_ranking() -> Claim:
 
 
 def stories_groups() -> Claim:
-    """The released RIA, and Wanda in its repository, compare in the layer; the released Wanda compares within an output."""
+    """Compare RIA and Wanda in the group "layer".
+
+    The released RIA, and Wanda in its repository, compare within the layer. The released Wanda compares within an
+    output.
+    """
     wanda, ria = (stories()[0][name] for name in ("Wanda", "RIA, alpha = 0.5"))
     holds = ria["layer"] < wanda["layer"]
     lead = {group: 100 * (wanda[group] / ria[group] - 1) for group in experiment.GROUPS}
@@ -151,7 +166,7 @@ def stories_groups() -> Claim:
 
 
 def special_case() -> Claim:
-    """Can |W| (u_j + v_k) be RIA for all (j, k)?  The best fit in least squares says."""
+    """Can |W| (u_j + v_k) be RIA for all (j, k)? The residual of the best fit in least squares answers this."""
     rng = np.random.default_rng(0)
     W, X = rng.standard_normal((5, 4)), rng.standard_normal((20, 5)) * np.arange(1, 6)
     stats = statistics.of(jnp.asarray(X))
@@ -168,14 +183,18 @@ def special_case() -> Claim:
         "RIA is a special case of the symmetric objective",
         "Lemma L2551",
         "for all weights",
-        f"the best fit |W| (u_j + v_k) leaves {100 * ria:.1f} % of RIA's factor and {ri:.0e} of RI's: RI is a special case, RIA is not",
+        f"the best fit |W| (u_j + v_k) leaves {100 * ria:.1f} % of RIA's factor and {ri:.0e} of RI's: RI is a "
+        "special case, RIA is not",
         "corrected" if good else "differs",
         "W7" if good else "",
     )
 
 
 def grow_rule() -> Claim:
-    """How often does the printed grow rule, which drops the weight's sign, enlarge the error that it is to lower?"""
+    """How often does the printed grow rule increase the error that it should reduce?
+
+    The printed rule drops the sign of the weight.
+    """
     rng = np.random.default_rng(1)
     W, X = rng.standard_normal((64, 32)), rng.standard_normal((1, 256, 64)) + rng.standard_normal(64)
     stats, dense = statistics.of(jnp.asarray(X)), jnp.asarray(W)
@@ -197,7 +216,8 @@ def grow_rule() -> Claim:
         "R^2-DSnoT grows D E[x] / Var, without the weight",
         "L2675",
         "lowers the expected error",
-        f"after one swap the error of {100 * worse[True]:.0f} % of outputs is larger; with the weight in the rule {100 * worse[False]:.0f} %",
+        f"after one swap the error of {100 * worse[True]:.0f} % of outputs is larger; with the weight in the rule "
+        f"{100 * worse[False]:.0f} %",
         "corrected" if good else "differs",
         "W4" if good else "",
     )
