@@ -1,6 +1,6 @@
 """LDP-FedP3: the cost of privacy in accuracy, and the thesis's theory of FedP3 against measurements (Chapter 4).
 
-    python -m experiments.fedp3.privacy curve     accuracy against epsilon and bits, with certificates and attacks
+    python -m experiments.fedp3.privacy curve     accuracy against epsilon and bits, with certificates and an attack
     python -m experiments.fedp3.privacy audit     the attacks alone: the epsilon they prove, and the certified epsilon
     python -m experiments.fedp3.privacy theory    the theorems as numbers: noise floor, formula for sigma, schedule
 
@@ -40,7 +40,7 @@ class Settings:
     width: int = 0  # width of the hidden layer; 0: softmax regression, which needs the least noise
     # "clipped part" clips only the part of the gradient that is sent. LDP-SGD sends the whole gradient.
     variants: tuple[str, ...] = ("LDP-FedP3", "clipped part", "LDP-SGD")
-    clients: int = 10  # clients; each gets as many rows, drawn at random
+    clients: int = 10  # clients; all have equally many rows, drawn at random
     epsilons: tuple[float, ...] = (1.0, 4.0, 8.0)  # target values of epsilon
     delta: float = 1e-5  # delta of all targets
     relation: Literal["replace-one", "add-remove"] = "replace-one"  # that of the thesis, or that of most papers

@@ -108,7 +108,7 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     params, problem, model = _start(run, task, shared, seed)
     planned = run.method in ("fedp3", "fedcr_layers")
     rows = {"rows": plans_of(run, shared, task.layers, n, seed)[1]} if planned else {}
-    begin: Any = algorithm.init  # that of methods with a plan has more arguments
+    begin: Any = algorithm.init  # `init` of a method with a plan takes more arguments
 
     def evaluate(state):
         return {"test": float(accuracy(problem, model, hparams, state.server, state.clients, task.test))}

@@ -21,9 +21,8 @@ from commjax.models import layered, networks, resnet
 
 @dataclass(frozen=True)
 class Settings:
-    task: Literal["digits", "mnist", "fashion", "cifar10"] = (
-        "digits"  # digits is embedded; the others are in $COMMJAX_DATA
-    )
+    # digits is embedded; the others are read from $COMMJAX_DATA.
+    task: Literal["digits", "mnist", "fashion", "cifar10"] = "digits"
     model: Literal["mlp", "cnn", "table", "resnet"] = "mlp"  # 4 hidden layers; narrow CNN; CNN of Table C.2; ResNet-18
     width: int = 64  # width of the MLP and of the CNN's dense layers; 8 times the channels of CNN and ResNet-18
     splits: tuple[str, ...] = ("class", "dirichlet")  # S1: some classes per client; S2: Dirichlet

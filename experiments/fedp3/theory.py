@@ -1,7 +1,4 @@
-"""The thesis's statements on FedP3's convergence and privacy, next to measured values.
-
-python -m experiments.fedp3.privacy theory
-"""
+"""The thesis's statements on FedP3's convergence and privacy, for `python -m experiments.fedp3.privacy theory`."""
 
 import math
 from pathlib import Path

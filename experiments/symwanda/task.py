@@ -43,10 +43,7 @@ class Settings:
     # Most swaps of an output. The papers have 50, about 1 % of their 4096 inputs; 2 is the same share of our inputs.
     # `ablation` takes the first of these and the first of the layers.
     cycles: tuple[int, ...] = (50, 2)
-    layers: tuple[Literal["attention", "all"], ...] = (
-        "attention",
-        "all",
-    )  # layers that swap; the released code: attention
+    layers: tuple[Literal["attention", "all"], ...] = ("attention", "all")  # layers that swap; released: attention
     # Tasks of `zero-shot`.
     tasks: tuple[str, ...] = (
         "arc_easy",

@@ -3,7 +3,7 @@
     python -m experiments.symwanda zero-shot --model stories260K --limit 200
 
 The command reads files from $COMMJAX_DATA/zeroshot and needs commjax[eval]. The tasks are worded as in lm-eval 0.4. The
-files have one JSON object per line, as the data/README of the folder says.
+files have one JSON object per line.
 """
 
 import json
