@@ -1,13 +1,19 @@
-"""EF-BV on every host of a job: start this command on each of them.
+"""Run EF-BV on every host of a job. Start this command on each host.
 
-    python -m experiments.launch --local 2                       2 processes on this machine, 1 minute
-    srun python -m experiments.launch --cluster                  SLURM; also MPI, GKE and TPU slices: JAX finds the others itself
-    python -m experiments.launch --coordinator HOST:PORT --num-processes 2 --process-id 0       by hand, on each host with its own id
+    python -m experiments.launch --local 2                      2 processes on this machine, 1 minute
+    srun python -m experiments.launch --cluster                 SLURM; also MPI, GKE and TPU slices
+    python -m experiments.launch --coordinator HOST:PORT --num-processes 2 --process-id 0
+                                                                by hand, with another id on each host
 
-Each process parses and keeps the rows of its own clients only, and computes their L_i: it counts the lines of a LibSVM file once, for
-all to agree on who has which, and passes over those of others.  (The embedded set of 569 rows comes whole from its package.)
-With --checkpoint the same command goes on where the job stopped, on as many hosts and devices as there are then.  Process 0 prints the table and writes the record.
-Expected (breast_cancer, 100 clients, 2000 rounds): the loss of one process up to rounding (BUILD.md says what is promised).
+With --cluster, JAX finds the other processes itself. Each process parses and keeps only the rows of its own clients,
+and computes only their L_i. It counts the lines of a LibSVM file once, so that all processes agree on the split, and
+skips the rows of other clients. (The embedded data set has 569 rows and is loaded whole.)
+
+To resume a job that wrote a --checkpoint, give the same command again. The number of hosts and devices may differ.
+Process 0 prints the table and writes the record.
+
+Expected (breast_cancer, 100 clients, 2000 rounds): the loss of a run with one process, up to rounding. BUILD.md says
+what is promised.
 """
 
 import signal
@@ -37,27 +43,30 @@ from commjax.problems.constants import Smoothness
 
 @dataclass(frozen=True)
 class Settings:
-    dataset: str = "breast_cancer"  # embedded; or a LibSVM name
+    dataset: str = "breast_cancer"  # breast_cancer (embedded) or the name of a LibSVM data set
     clients: int = 100
-    k: int = 1  # comp-(k, d/2)
-    mu: float = 0.1  # of the regularizer
+    k: int = 1  # the compressor is comp-(k, d/2)
+    mu: float = 0.1  # strength of the regularizer
     rounds: int = 2000
     chunk: int = 200  # rounds between checkpoints
     seed: int = 0
-    checkpoint: str = ""  # file to write and to go on from; empty for none
-    out: str = ""  # record's path without suffix; empty for none
-    cluster: bool = False  # ask the cluster who the others are; without it and without a coordinator, be alone
+    checkpoint: str = ""  # file to write and to resume from; empty for none
+    out: str = ""  # path of the record without suffix; empty for none
+    # Ask the cluster for the addresses of the other processes. Without it and without a coordinator, the process runs
+    # alone.
+    cluster: bool = False
     coordinator: str = ""  # host:port of process 0
     num_processes: int = 1
     process_id: int = 0
-    devices: int = 0  # simulated ones of a process on CPU; 0: as they are
-    timeout: int = 60  # seconds to wait for the others at the start
-    heartbeat: int = 30  # seconds until a silent process is dead and the job stops
-    local: int = 0  # start so many processes here, and wait for them
+    devices: int = 0  # simulated CPU devices of a process; 0: the devices of the machine
+    timeout: int = 60  # seconds to wait for the other processes at the start
+    heartbeat: int = 30  # seconds of silence after which a process counts as dead and the job stops
+    local: int = 0  # start this many processes on this machine, and wait for them
     progress: bool = True
 
 
 def join(settings: Settings) -> None:
+    """Configure JAX and connect this process to the other processes of the job."""
     if settings.cluster and settings.coordinator:
         raise ValueError(f"cluster and coordinator={settings.coordinator!r}: allowed is one of them")
     jax.config.update("jax_enable_x64", True)
@@ -71,13 +80,23 @@ def join(settings: Settings) -> None:
 
 
 def smoothness(dataset: Dataset, own: Rows, n: int, mu: float) -> Smoothness:
-    """Every process has the L_i of its own clients, and tells the others.  L = L_tilde, which is an upper bound: the exact one would
-    need everybody's rows, or a sum that rounds otherwise on another number of processes, and then no checkpoint would fit."""
+    """Compute the L_i of the local clients and gather those of all processes.
+
+    The returned L is L_tilde, an upper bound of the exact L. The exact L would need the rows of all clients. A sum over
+    processes would round differently on another number of processes, and then no checkpoint would fit.
+
+    Args:
+        dataset: The data set with the local rows.
+        own: The rows of each local client.
+        n: Number of clients in all processes.
+        mu: Strength of the regularizer.
+    """
     mine = logistic.constants(dataset, own, mu).L_i
     return constants.smoothness(np.asarray(multihost_utils.process_allgather(mine, tiled=True))[:n], mu=mu)
 
 
 def main(settings: Settings) -> None:
+    """Run one process of the job."""
     join(settings)
     mesh, n = parallel.client_mesh(), settings.clients
     dataset, mine, longest = own_rows(settings.dataset, n, distributed.own_ids(n, mesh), settings.seed)
@@ -86,13 +105,23 @@ def main(settings: Settings) -> None:
     hparams = ef_bv.theoretical(compressor.constants(d, n), smoothness(dataset, mine, n, settings.mu))
     algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=settings.mu)), compressor)
 
-    own = stacked.stack(dataset, mine, longest)  # a process with short parts only pads them as the others do
+    # Every process pads to the longest part of all processes, so that the shapes agree.
+    own = stacked.stack(dataset, mine, longest)
     data = distributed.rows(own, n, mesh)
     state = distributed.init(algorithm, np.zeros(d), n, mesh)
     state, record = distributed.loop(
-        jax.random.key(settings.seed), algorithm, hparams, state, data, settings.rounds, mesh, n,
-        chunk=settings.chunk, checkpoint=settings.checkpoint or None, progress=settings.progress,
-    )  # fmt: skip
+        jax.random.key(settings.seed),
+        algorithm,
+        hparams,
+        state,
+        data,
+        settings.rounds,
+        mesh,
+        n,
+        chunk=settings.chunk,
+        checkpoint=settings.checkpoint or None,
+        progress=settings.progress,
+    )
     if jax.process_index() == 0:
         print(f"{n} clients on {jax.device_count()} devices of {jax.process_count()} processes")
         print(record.table())
@@ -102,13 +131,14 @@ def main(settings: Settings) -> None:
 
 
 def free_port() -> int:
+    """Return a TCP port of this machine that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
 def command(settings: Settings) -> list[str]:
-    """The command line that gives these settings"""
+    """Return the command line that gives these settings."""
     words = [sys.executable, "-m", "experiments.launch"]
     for name, value in vars(settings).items():
         flag = name.replace("_", "-")
@@ -119,13 +149,14 @@ def command(settings: Settings) -> list[str]:
 def here(settings: Settings) -> int:
     """Start `local` processes on this machine and wait for them.
 
-    The first error ends all of them, within the heartbeat.  SIGTERM and SIGINT are passed on to all: they save a checkpoint and end.
+    If a process fails, the others end within the heartbeat; 15 seconds later they are killed. SIGTERM and SIGINT are
+    passed on to all processes, which save a checkpoint and end.
 
     Args:
         settings: What every process runs.
 
     Returns:
-        The exit status: 0; 128 + the signal's number if there was one; 1 if a process failed.
+        The exit status: 0; 128 + the number of the signal if there was one; 1 if a process failed.
     """
     if settings.local < 1:
         raise ValueError(f"local must be at least 1 process (or 0 for none), got {settings.local}")
@@ -133,7 +164,7 @@ def here(settings: Settings) -> int:
         raise ValueError("local processes find one another; allowed: neither cluster nor coordinator with it")
     address = f"127.0.0.1:{free_port()}"
     each = replace(settings, local=0, coordinator=address, num_processes=settings.local)
-    # In sessions of their own: Ctrl-C in a terminal reaches only the launcher, which passes it on once.
+    # Each process gets its own session. Ctrl-C in a terminal then reaches only the launcher, which passes it on once.
     running = [
         subprocess.Popen(command(replace(each, process_id=i)), start_new_session=True) for i in range(settings.local)
     ]

@@ -1,4 +1,7 @@
-"""Figures that a paper could use: one style, legible at column width, written atomically."""
+"""Shared style and output of the figures.
+
+All figures have one style, are legible at column width, and are written atomically.
+"""
 
 import io
 from pathlib import Path
@@ -11,11 +14,19 @@ import numpy as np
 
 from commjax.core.checkpoint import write_atomically
 
-# Colour-blind safe (Okabe-Ito), one colour a method throughout.
+# The Okabe-Ito palette is safe for colour-blind readers. A method has the same colour in every figure.
 COLORS = {
-    "EF-BV": "#0072B2", "EF21": "#D55E00", "DIANA": "#009E73", "GD": "#000000", "Scafflix": "#0072B2", "FLIX": "#D55E00",
-    "FedAvg": "#009E73", "FedProx": "#CC79A7", "Scaffold": "#E69F00", "Ditto": "#56B4E9",
-}  # fmt: skip
+    "EF-BV": "#0072B2",
+    "EF21": "#D55E00",
+    "DIANA": "#009E73",
+    "GD": "#000000",
+    "Scafflix": "#0072B2",
+    "FLIX": "#D55E00",
+    "FedAvg": "#009E73",
+    "FedProx": "#CC79A7",
+    "Scaffold": "#E69F00",
+    "Ditto": "#56B4E9",
+}
 STYLES = {"EF-BV": "-", "EF21": "--", "DIANA": "-.", "GD": ":", "FLIX": "--", "FedAvg": "-.", "Ditto": ":"}
 
 plt.rcParams.update(
@@ -35,15 +46,17 @@ plt.rcParams.update(
 
 
 def style(method: str) -> dict:
+    """Return Matplotlib's colour, line style and label of a method."""
     return {"color": COLORS.get(method), "linestyle": STYLES.get(method, "-"), "label": method}
 
 
 def thin(values: np.ndarray, points: int = 400) -> np.ndarray:
-    """Indices of at most `points` entries, evenly spaced: a curve needs no more."""
+    """Return the indices of at most `points` evenly spaced entries. A curve needs no more."""
     return np.unique(np.linspace(0, len(values) - 1, min(points, len(values))).astype(int))
 
 
 def png(figure) -> bytes:
+    """Return the figure as the bytes of a PNG file, and close it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
     plt.close(figure)
@@ -51,5 +64,6 @@ def png(figure) -> bytes:
 
 
 def save(figure, path: str | Path) -> Path:
+    """Write the figure to `path` as PNG, and close it."""
     write_atomically(path, png(figure))
     return Path(path)

@@ -1,13 +1,15 @@
-"""A Flax transformer on text, its gradients compressed to 1 % by EF21 inside an ordinary Optax loop.
+"""Train a Flax transformer on text with gradients that EF21 compresses to 1 %, inside an ordinary Optax loop.
 
-    python -m experiments.transformer                                           about 2 CPU minutes, no network, no files
-    JAX_NUM_CPU_DEVICES=4 python -m experiments.transformer --devices 4         the same on 4 devices
+    python -m experiments.transformer                                       about 2 CPU minutes, no network, no files
+    JAX_NUM_CPU_DEVICES=4 python -m experiments.transformer --devices 4     the same on 4 devices
 
-Text: the help topics of the running Python, characters as tokens, cut into equal parts for the clients.  The loop is anybody's
-data-parallel loop; two lines of it are ours: `optax_face.ef_bv`, and each client's momentum before it (EF21-SGDM), for the noise of
-a stochastic gradient would otherwise stay in h_i for about 100 steps.
-Expected: compression is paid for in steps.  With `longer` = 4 times the steps the compressed run reaches the held-out loss of the plain
-one within `margin`, and each client has sent about 20 times fewer bits.  Exit status 1 if it does not.
+The text is the help topics of the running Python, with characters as tokens. Each client has an equal part of it. The
+loop is an ordinary data-parallel loop with two additions: `commjax.integrations.optax.ef_bv`, and the momentum of each
+client before it (EF21-SGDM). Without momentum, the noise of a stochastic gradient would stay in h_i for about 100
+steps.
+
+Expected: the compressed run needs more steps. With `longer` = 4 times the steps it reaches the held-out loss of the
+plain run within `margin`, and each client has sent about 20 times fewer bits. The exit status is 1 if it does not.
 """
 
 import sys
@@ -33,26 +35,26 @@ from commjax.llm import embedded
 
 @dataclass(frozen=True)
 class Settings:
-    clients: int = 4  # each with its own part of the text
-    batch: int = 8  # windows of a client in a step
-    length: int = 32  # characters of a window
-    width: int = 64  # of the transformer
+    clients: int = 4  # number of clients; each has its own part of the text
+    batch: int = 8  # windows per client and step
+    length: int = 32  # characters per window
+    width: int = 64  # width of the transformer
     layers: int = 2
     heads: int = 4
-    steps: int = 500  # of the plain run
-    longer: int = 4  # times as many steps of the compressed one
-    learning_rate: float = 3e-3  # Adam's, after warm-up; cosine to zero
-    compressed_learning_rate: float = 1e-3  # lower, for the direction is older
-    momentum: float = 0.9  # of each client, before compression
-    share: float = 0.01  # of every leaf is sent
-    margin: float = 0.05  # nats a character by which the compressed run may be worse
-    devices: int = 1  # simulated ones on a CPU
+    steps: int = 500  # steps of the plain run
+    longer: int = 4  # the compressed run has this many times the steps
+    learning_rate: float = 3e-3  # Adam's, after warm-up; it decays to zero as a cosine
+    compressed_learning_rate: float = 1e-3  # lower, because the compressed direction is older
+    momentum: float = 0.9  # momentum of each client, before compression
+    share: float = 0.01  # share of every leaf that is sent
+    margin: float = 0.05  # nats per character by which the compressed run may be worse
+    devices: int = 1  # devices, simulated on a CPU
     seed: int = 0
     progress: bool = True  # show a bar
 
 
 class Transformer(nn.Module):
-    """Causal, pre-norm, learned positions."""
+    """A causal transformer with pre-layer normalization and learned positions."""
 
     vocabulary: int
     width: int
@@ -72,6 +74,8 @@ class Transformer(nn.Module):
 
 
 def loss_of(model: nn.Module):
+    """Return loss(params, windows): the mean next-character cross-entropy of int windows [batch, length + 1]."""
+
     def loss(params, windows):
         logits: Any = model.apply(params, windows[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
@@ -80,13 +84,25 @@ def loss_of(model: nn.Module):
 
 
 def windows(rng: np.random.Generator, parts: np.ndarray, batch: int, length: int) -> np.ndarray:
-    """[clients, batch, length + 1] characters, each client's from its own part"""
+    """Draw windows of characters [clients, batch, length + 1], those of each client from its own part.
+
+    Args:
+        rng: Generator of the starts.
+        parts: Text of each client [clients, characters].
+        batch: Windows per client.
+        length: Characters per window, without the last target.
+    """
     starts = rng.integers(0, parts.shape[1] - length, (len(parts), batch, 1)) + np.arange(length + 1)
     return parts[np.arange(len(parts))[:, None, None], starts]
 
 
 def train(settings: Settings, compressed: bool) -> dict[str, float]:
-    """Final loss on held-out text, and bits that one client sends in a step."""
+    """Train one model.
+
+    Returns:
+        The last training loss, the held-out loss, the bits per client and step, the number of steps, and the number d
+        of parameters.
+    """
     corpus = embedded.corpus()
     share = len(corpus.train) // settings.clients
     parts = corpus.train[: share * settings.clients].reshape(settings.clients, share)
@@ -136,16 +152,17 @@ def train(settings: Settings, compressed: bool) -> dict[str, float]:
 
 
 def gap_of(results: dict[str, dict[str, float]]) -> float:
-    """By how many nats a character the compressed run is worse"""
+    """Return by how many nats per character the compressed run is worse than the plain run."""
     return results["compressed"]["held-out loss"] - results["plain"]["held-out loss"]
 
 
 def status(settings: Settings) -> int:
-    """0 if the compressed run is within the margin, else 1 (also if its loss is no number)"""
+    """Return 0 if the compressed run is within the margin, else 1 (also if its loss is not a number)."""
     return 0 if gap_of(main(settings)) <= settings.margin else 1
 
 
 def main(settings: Settings) -> dict[str, dict[str, float]]:
+    """Train the plain and the compressed model, and print their losses and bits."""
     if settings.devices > 1 and jax.default_backend() == "cpu" and jax.device_count() < settings.devices:
         raise ValueError(f"devices={settings.devices}: set JAX_NUM_CPU_DEVICES={settings.devices} for simulated ones")
     results = {name: train(settings, compressed) for name, compressed in (("plain", False), ("compressed", True))}
@@ -161,7 +178,8 @@ def main(settings: Settings) -> dict[str, dict[str, float]]:
     saved = sent["plain"] / sent["compressed"]
     verdict = "within" if gap <= settings.margin else "NOT within"
     print(
-        f"  {saved:.1f} times fewer bits in all; the loss differs by {gap:+.4f}, {verdict} the margin of {settings.margin}"
+        f"  {saved:.1f} times fewer bits in all; "
+        f"the loss differs by {gap:+.4f}, {verdict} the margin of {settings.margin}"
     )
     return results
 

@@ -1,11 +1,13 @@
-"""The (gamma x K x seed) grid of `experiments.cohort_squeeze cost` as one program, against scipy.optimize run after run.
+"""The (gamma x K x seed) grid of `experiments.cohort_squeeze cost` as one program, against scipy.optimize run by run.
 
     python -m experiments.bench.cohort_squeeze            a6a (or --dataset breast_cancer, embedded)
 
-Same cohorts, same prox objectives, BFGS on both sides (scipy's own line search), values and gradients by NumPy in float64 on
-scipy's side.  Ours in float64 and in float32 (JAX's default), with the settings dealt out to one device a core (`parallel.sweep`)
-and on one device with all cores (`runner.sweep`).  The sides take turns, seed by seed of scipy's: its time is the sum over the
-seeds, ours the mean of the whole grids between them.  The time of compilation is printed apart.
+Both sides have the same cohorts, the same prox objectives and BFGS (scipy with its own line search). Scipy's side
+computes values and gradients with NumPy in float64. Our side runs in float64 and in float32 (JAX's default). It runs
+with the settings split over one device per core (`parallel.sweep`), and on one device with all cores (`runner.sweep`).
+
+The sides take turns: after each seed of scipy, our side runs the whole grid. Scipy's time is the sum over its seeds;
+our time is the mean over the whole grids. The compilation time is printed separately.
 """
 
 import os
@@ -28,29 +30,39 @@ from experiments.cohort_squeeze import grid as cohort_squeeze_grid
 
 @dataclass(frozen=True)
 class Settings:
-    dataset: str = "a6a"  # LibSVM name, or breast_cancer
-    clusters: int = 10  # and the size of a cohort
-    per_cluster: int = 10  # clients
-    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
-    most_local: int = 15  # K from 1 to this
-    seeds: int = 5  # cohorts
-    rounds: int = 5  # global rounds of every run
-    at_once: int = 15  # settings side by side on one device of a core
-    at_once_alone: int = 30  # and on a device that has all cores
+    dataset: str = "a6a"  # breast_cancer (embedded) or the name of a LibSVM data set
+    clusters: int = 10  # number of clusters, which is also the size of a cohort
+    per_cluster: int = 10  # clients per cluster
+    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # stepsizes of the prox
+    most_local: int = 15  # K runs from 1 to this number
+    seeds: int = 5  # seeds of the cohorts
+    rounds: int = 5  # global rounds per run
+    at_once: int = 15  # settings that run together on a device with one core
+    at_once_alone: int = 30  # settings that run together on a device with all cores
 
 
 def timed(function: Callable) -> tuple[np.ndarray, float]:
+    """Return the result of the function and the seconds that it took."""
     begin = time.perf_counter()
     found = function()
     return found, time.perf_counter() - begin
 
 
 def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Callable[[], np.ndarray]:
-    """The whole grid: x of every setting and seed"""
+    """Return a function that runs the whole grid and returns x [setting, seed, d].
+
+    Args:
+        problem: The problem, from `experiments.cohort_squeeze.grid`.
+        settings: Settings of the benchmark.
+        pairs: The settings (gamma, K).
+        keys: Random keys, one per seed.
+        dtype: float64 or float32.
+        devices: Number of devices.
+    """
     algorithm = cohort_squeeze_grid.sppm(
         problem, samplings.stratified(problem.clusters), cohort_squeeze_grid.Settings()
     )
-    tolerance = 1e-9 if dtype == jnp.float64 else 1e-5  # below it float32 has nothing to gain
+    tolerance = 1e-9 if dtype == jnp.float64 else 1e-5  # float32 cannot get below 1e-5
     grid = runner.stack(
         [sppm_as.HParams(jnp.asarray(gamma, dtype), K, jnp.asarray(tolerance, dtype)) for gamma, K in pairs]
     )
@@ -69,11 +81,13 @@ def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Calla
 
 
 def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
-    """The same runs of one seed, one after another"""
+    """Return a function that takes the same runs of one seed one after another, and returns x [setting, d]."""
     sampling = samplings.stratified(problem.clusters)
     signed = [problem.dataset.labels[ids, None] * problem.dataset.features[ids] for ids in problem.rows]
     weights = 1 / (len(problem.rows) * sampling.probabilities)
-    draws = [np.asarray(sampling.sample(jax.random.fold_in(jax.random.split(key)[0], t)).ids) for t in range(settings.rounds)]  # fmt: skip
+    draws = [
+        np.asarray(sampling.sample(jax.random.fold_in(jax.random.split(key)[0], t)).ids) for t in range(settings.rounds)
+    ]
 
     def run() -> np.ndarray:
         cohort = []
@@ -102,12 +116,16 @@ def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
 
 
 def main(settings: Settings) -> None:
+    """Time all sides and print the ratios."""
     about = cohort_squeeze_grid.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
     problem = cohort_squeeze_grid.problem(settings.dataset, about)
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     keys = jax.random.split(jax.random.key(0), settings.seeds)
-    print(f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} global rounds, "
-          f"{jax.device_count()} devices, jax {jax.__version__}")  # fmt: skip
+    print(
+        f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} "
+        "global rounds, "
+        f"{jax.device_count()} devices, jax {jax.__version__}"
+    )
     sides = {
         (dtype, devices): ours(problem, settings, pairs, keys, dtype, devices)
         for dtype in (jnp.float64, jnp.float32)
@@ -126,8 +144,14 @@ def main(settings: Settings) -> None:
     for (dtype, devices), (params, whole) in first.items():
         mean = float(np.mean(seconds[dtype, devices]))
         gap = np.abs(np.stack([found[last] for found, _ in scipy], axis=1) - params[last]).max()
-        print(f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   compilation {whole - mean:.1f} s apart")  # fmt: skip
-        print(f"  {'    scipy / ours':30s} {spent / mean:8.1f}     goal: at least 20; largest difference of x where K = {settings.most_local}: {gap:.1e}")  # fmt: skip
+        print(
+            f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   "
+            f"compilation {whole - mean:.1f} s apart"
+        )
+        print(
+            f"  {'    scipy / ours':30s} {spent / mean:8.1f}     goal: at least 20; largest difference of x where K "
+            f"= {settings.most_local}: {gap:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What do devices cost?  One device through shard_map, pmap and sharded jit against plain jit, and what travels on several.
+"""The cost of devices: shard_map, pmap and sharded jit on one device against plain jit, and the bytes between devices.
 
     python -m experiments.bench.devices                      about 1 minute on 2 cores
 
-EF-BV as in experiments.bench.ef_bv (n = 1000, d = 112, comp-(1, 56), float32), one round a call.  The sides take turns and the best time counts.
-On one device `shard_step` and `pmap_step` are `jit_step`, and say so; `parallel.run` is shard_map on one device too, against `runner.run`.
-Goals: at most 1.05 on one device; the bytes of the compiled program's collectives are those of the formula.
+The algorithm is EF-BV as in experiments.bench.ef_bv (n = 1000, d = 112, comp-(1, 56), float32), with one round per
+call. The sides take turns, and the best time counts. On one device `shard_step` and `pmap_step` are `jit_step`.
+`parallel.run` uses shard_map on one device too; it is compared with `runner.run`.
+
+Goals: a ratio of at most 1.05 on one device. The bytes of the compiled program's collectives are those of the formula.
 """
 
 import os
@@ -21,12 +23,14 @@ from experiments.bench import ef_bv as bench
 
 @dataclass(frozen=True)
 class Settings:
-    rounds: int = 50  # in one timed block
-    repeats: int = 15  # timed blocks of each side; the best counts
-    devices: tuple[int, ...] = (1, 2, 4, 8)  # simulated on a CPU; their speed means nothing, their programs do
+    rounds: int = 50  # rounds per timed block
+    repeats: int = 15  # timed blocks per side; the best counts
+    # Numbers of devices, simulated on a CPU. Their speed means nothing; the bytes of their programs are exact.
+    devices: tuple[int, ...] = (1, 2, 4, 8)
 
 
 def main(settings: Settings) -> dict[str, float]:
+    """Time all sides on one device, and print ratios and the bytes of collectives."""
     algorithm, state, data = bench.ours(bench.Settings())
     key, mesh = jax.random.key(0), parallel.client_mesh(1)
 

@@ -1,9 +1,11 @@
-"""A round of a large federation: 100 of n clients, their rows on the host.
+"""A round of a large federation: 100 of n clients, whose states are stored on the host.
 
     python -m experiments.bench.federation                   about 20 seconds on 2 cores
 
-EF-BV with comp-(10, d/2), d = 1000, float32, 4 rows of data a client, for n = 1,000, 10,000 and 100,000, in turn; the best time of several
-blocks counts.  Goal: under 30 ms a round at n = 100,000, and no growth with n.
+The algorithm is EF-BV with comp-(10, d/2), d = 1000, float32 and 4 rows of data per client, for n = 1,000, 10,000 and
+100,000 in turn. The best time of several blocks counts.
+
+Goals: under 30 ms per round at n = 100,000, and no growth with n.
 """
 
 import os
@@ -26,18 +28,20 @@ class Settings:
     clients: tuple[int, ...] = (1_000, 10_000, 100_000)
     cohort: int = 100
     d: int = 1000  # dimension
-    rows: int = 4  # of data a client
-    rounds: int = 20  # in one timed block
+    rows: int = 4  # rows of data per client
+    rounds: int = 20  # rounds per timed block
     repeats: int = 4  # timed blocks; the best counts
 
 
 def least_squares(x, data):
+    """Return value and gradient of |A x - b|^2 / rows, for data (A, b)."""
     features, targets = data
     error = features @ x - targets
     return error @ error / len(targets), 2 / len(targets) * features.T @ error
 
 
 def main(settings: Settings) -> dict[str, float]:
+    """Time all numbers of clients and print the times."""
     algorithm = ef_bv.ef_bv(least_squares, compressors.comp(10, settings.d // 2))
     hparams = ef_bv.HParams(1e-3, 1e-3, 1.0)
     rng = np.random.default_rng(0)
@@ -47,7 +51,7 @@ def main(settings: Settings) -> dict[str, float]:
         many = [host_clients.start(algorithm, jnp.zeros(settings.d), n)]
 
         def fetch(ids):
-            features = pool[ids % len(pool)]  # as a store on disk would answer
+            features = pool[ids % len(pool)]  # stands for a store on disk
             return features, features[..., 0]
 
         def rounds():

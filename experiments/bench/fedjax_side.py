@@ -1,6 +1,6 @@
-"""FedJAX's side of `experiments.bench.scafflix`, for an environment of its own (see there).  Prints seconds a round."""
+"""The FedJAX side of `experiments.bench.scafflix`, for its own environment (see there). Prints seconds per round."""
 
-# FedJAX's types do not know its own arguments.
+# FedJAX's type annotations do not match its own arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import argparse
@@ -14,24 +14,34 @@ import numpy as np
 
 
 def model():
-    """FedJAX's EMNIST network without its dropout, so that both sides do the same work."""
+    """Return FedJAX's EMNIST network without its dropout, so that both sides do the same work."""
 
     def forward(batch):
         layers = [
-            hk.Conv2D(32, (3, 3), padding="VALID"), jax.nn.relu, hk.Conv2D(64, (3, 3), padding="VALID"), jax.nn.relu,
-            hk.MaxPool((2, 2), (2, 2), padding="VALID"), hk.Flatten(), hk.Linear(128), jax.nn.relu, hk.Linear(62),
-        ]  # fmt: skip
+            hk.Conv2D(32, (3, 3), padding="VALID"),
+            jax.nn.relu,
+            hk.Conv2D(64, (3, 3), padding="VALID"),
+            jax.nn.relu,
+            hk.MaxPool((2, 2), (2, 2), padding="VALID"),
+            hk.Flatten(),
+            hk.Linear(128),
+            jax.nn.relu,
+            hk.Linear(62),
+        ]
         return hk.Sequential(layers)(batch["x"])
 
     transformed = hk.without_apply_rng(hk.transform(forward))
     return fedjax.create_model_from_haiku(
-        transformed_forward_pass=hk.Transformed(transformed.init, lambda params, rng, batch: transformed.apply(params, batch)),
+        transformed_forward_pass=hk.Transformed(
+            transformed.init, lambda params, rng, batch: transformed.apply(params, batch)
+        ),
         sample_batch={"x": np.zeros((1, 28, 28, 1), np.float32), "y": np.zeros(1, np.int32)},
         train_loss=lambda batch, preds: fedjax.metrics.unreduced_cross_entropy_loss(batch["y"], preds),
-    )  # fmt: skip
+    )
 
 
 def main():
+    """Time rounds of FedAvg, and print the least and the median seconds per round."""
     parser = argparse.ArgumentParser()
     for name, default in (("clients", 10), ("steps", 20), ("batch", 20), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)

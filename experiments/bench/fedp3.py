@@ -1,10 +1,10 @@
-"""A round of FedP3 against FedAvg's: the table's CNN, 10 clients, the same local steps and rows.
+"""A round of FedP3 against a round of FedAvg: the CNN of Table C.2, 10 clients, the same local steps and rows.
 
     python -m experiments.bench.fedp3
 
-Prints FedP3 / FedAvg (all layers trained, so that only what FedP3 adds is measured; and OPU3 with masks) and LowerB / FedAvg (layers that
-are not trained are not differentiated).  All run in turn, round by round, on the same machine; compilation is not counted, and the
-least time of the rounds is.
+Prints FedP3 / FedAvg and LowerB / FedAvg. FedP3 runs with all layers trained, which measures only what FedP3 adds, and
+as OPU3 with masks. LowerB does not differentiate the layers that a client does not train. The methods take turns, round
+by round, on the same machine. Compilation is not counted, and the least time of the rounds counts.
 """
 
 import time
@@ -27,25 +27,26 @@ from commjax.models import layered, networks
 
 @dataclass(frozen=True)
 class Settings:
-    clients: int = 10  # all of them take part
-    steps: int = 5  # local; the thesis has 10 epochs
-    batch: int = 48  # rows of a step
-    rounds: int = 3  # counted
-    width: int = 64  # channels; 64 and 1024 are the table's
-    hidden: int = 1024
+    clients: int = 10  # clients; all of them take part
+    steps: int = 5  # local steps; the thesis has 10 epochs
+    batch: int = 48  # rows per step
+    rounds: int = 3  # rounds that are counted
+    width: int = 64  # channels; the thesis has 64
+    hidden: int = 1024  # width of the dense layers; the thesis has 1024
     image: tuple[int, int, int] = (32, 32, 3)
-    keep: float = 0.9  # of the layers that a client does not train
-    more: bool = False  # measure OPU3 with layers that are trained and discarded, and with random masks, as well
+    keep: float = 0.9  # keep ratio of the layers that a client does not train
+    more: bool = False  # also measure OPU3 with layers that are trained and discarded, and with random masks
 
 
 def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
-    """For each method a function that takes a round."""
+    """Return for each method a function without arguments that runs a round."""
     rng = np.random.default_rng(0)
     n, rows = settings.clients, 2 * settings.batch
     data = Examples(
-        jnp.asarray(rng.random((n, rows, *settings.image), np.float32)), jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
+        jnp.asarray(rng.random((n, rows, *settings.image), np.float32)),
+        jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     problem = networks.classification(layered.LayeredCnn(width=settings.width, hidden=settings.hidden, patches=True))
     params = problem.init(jax.random.key(0), data.inputs[0, :1])
     names, sample = layered.layers(params), local.minibatch(settings.batch)
@@ -81,7 +82,10 @@ def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
 
 
 def measure(settings: Settings) -> dict[str, np.ndarray]:
-    """[seconds, processor seconds] of every counted round; the methods take turns, so that what else the machine does hits all."""
+    """Return [seconds, CPU seconds] of every counted round, by method.
+
+    The methods take turns, so that other load of the machine affects all of them.
+    """
     seconds: dict[str, list] = {}
     takers = rounds_of(settings)
     for _ in range(settings.rounds):
@@ -93,8 +97,10 @@ def measure(settings: Settings) -> dict[str, np.ndarray]:
 
 
 def main(settings: Settings) -> dict[str, float]:
+    """Time all methods, and print and return the ratios to FedAvg."""
     print(
-        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, CNN {settings.width}/{settings.hidden}, "
+        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, CNN "
+        f"{settings.width}/{settings.hidden}, "
         f"images {'x'.join(map(str, settings.image))}, jax {jax.__version__}"
     )
     found = measure(settings)

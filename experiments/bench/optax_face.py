@@ -1,10 +1,10 @@
-"""What does compression add to a training step?  Both sides in one run on one machine.
+"""The time that compression adds to a training step. Both sides run in one call on one machine.
 
     python -m experiments.bench.optax_face                   about 2 minutes on 2 cores
 
-A transformer of about 10 million parameters, Adam, float32, one device; `clients.mean`'s place is taken by nothing (plain), and by
-EF21 with the largest 1 % of every leaf (`optax_face.ef_bv`).  The sides take turns and the best time counts: machines are shared.
-Goal: at most 20 % more.
+The model is a transformer of about 10 million parameters, with Adam, float32 and one device. One side is plain; the
+other compresses the gradient with EF21 to the largest 1 % of every leaf (`commjax.integrations.optax.ef_bv`). The sides
+take turns, and the best time counts, because machines are shared. Goal: at most 20 % more time.
 """
 
 import os
@@ -29,13 +29,14 @@ class Settings:
     layers: int = 5
     heads: int = 6
     vocabulary: int = 1024
-    batch: int = 8  # windows in a step
-    length: int = 128  # tokens of a window
-    share: float = 0.01  # of every leaf is sent
-    repeats: int = 5  # timed steps of each side; the best counts
+    batch: int = 8  # windows per step
+    length: int = 128  # tokens per window
+    share: float = 0.01  # share of every leaf that is sent
+    repeats: int = 5  # timed steps per side; the best counts
 
 
 def main(settings: Settings) -> dict[str, float]:
+    """Time both sides, and print times and ratio."""
     model = transformer.Transformer(
         settings.vocabulary, settings.width, settings.layers, settings.heads, settings.length
     )
@@ -70,7 +71,8 @@ def main(settings: Settings) -> dict[str, float]:
     seconds = best(sides, settings.repeats)
     ratio = seconds["EF21, top"] / seconds["plain"]
     print(
-        f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, {tree.size(params)} parameters,"
+        f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, {tree.size(params)} "
+        "parameters,"
     )
     print(f"  {settings.batch} x {settings.length} tokens a step, {settings.share:.1%} of every leaf sent")
     for name, value in seconds.items():

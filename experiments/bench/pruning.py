@@ -1,11 +1,14 @@
-"""Scores, masks and DSnoT on one matrix against torch on the CPU, both sides in one run.
+"""Scores, masks and DSnoT on one matrix, against torch on the CPU. Both sides run in one call.
 
     python -m experiments.bench.pruning            4096 x 4096 (or --inputs 1024 --outputs 1024), needs torch
 
-Wanda's score and the mask that prunes half of every output, against torch.topk and a scatter, as Wanda's users write it; 2:4 against the
-same line (the goal) and against torch.topk in groups of four; DSnoT from (W, mask, statistics) to the new mask against the loop of
-the released code: two sorts, four pointers, at most 50 cycles.  Sides take turns, the median of `repeats` counts, compilation
-is apart.  How many entries of the masks differ is printed too.
+    ours                                        torch
+    Wanda's score, half of every output pruned  topk and a scatter, as users of Wanda write it
+    Wanda's score, 2:4 mask                     the same (this ratio has the goal), and topk in groups of four
+    DSnoT, from (W, mask, statistics) to mask   the loop of the released code: two sorts, four pointers, 50 cycles
+
+The sides take turns, the median of `repeats` counts, and compilation is not counted. The number of entries in which the
+masks differ is printed too.
 """
 
 import statistics as numbers
@@ -24,15 +27,15 @@ from commjax.pruning import masks, regrow, scores, statistics
 class Settings:
     inputs: int = 4096
     outputs: int = 4096
-    sparsity: float = 0.5  # of score + mask
-    regrow_sparsity: float = 0.6  # of DSnoT, as in the thesis
-    samples: int = 8  # of calibration
-    tokens: int = 256  # of a sample
+    sparsity: float = 0.5  # sparsity of the masks
+    regrow_sparsity: float = 0.6  # sparsity of DSnoT, as in the thesis
+    samples: int = 8  # calibration samples
+    tokens: int = 256  # tokens per sample
     repeats: int = 7
 
 
 def turns(ours, theirs, repeats: int) -> tuple[float, float]:
-    """Median seconds of both, in turn."""
+    """Return the median seconds of both functions, which take turns."""
     seconds: tuple[list[float], list[float]] = ([], [])
     jax.block_until_ready(ours())
     theirs()
@@ -45,27 +48,43 @@ def turns(ours, theirs, repeats: int) -> tuple[float, float]:
 
 
 def torch_mask(W, norms, k):
-    """[out, in]: True where pruned"""
+    """Return a mask [out, in] that is True where a weight is pruned: the k least scores of every output."""
     metric = W.abs() * norms.reshape(1, -1)
     least = torch.topk(metric, k, dim=1, largest=False)[1]
     return torch.zeros_like(metric, dtype=torch.bool).scatter_(1, least, True)
 
 
 def torch_2_4(W, norms):
+    """Return a 2:4 mask [out, in] that is True where a weight is pruned."""
     groups = (W.abs() * norms.reshape(1, -1)).reshape(len(W), -1, 4)
     least = torch.topk(groups, 2, dim=2, largest=False)[1]
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, least, True).reshape(W.shape)
 
 
 def torch_dsnot(W, pruned, sums, variance, norms, same_sign, cycles=50, threshold=0.1):
-    """The released loop on [out, in], in our words; `pruned` is the first mask."""
+    """Run the released loop of DSnoT, rewritten, on matrices [out, in].
+
+    Args:
+        W: Dense weights [out, in].
+        pruned: The first mask [out, in], True where a weight is pruned.
+        sums: Sum of each input over the tokens of a sample, as mean over samples [in].
+        variance: Variance of each input [in].
+        norms: Norm of each input [in].
+        same_sign: Stop an output before its error changes sign.
+        cycles: Most swaps of an output.
+        threshold: Stop an output when its absolute error is at most this.
+
+    Returns:
+        The new mask [out, in], True where a weight is pruned.
+    """
     outputs, inputs = W.shape
     contribution, pruned = W * sums.reshape(1, -1), pruned.clone()
     kept = inputs - int(pruned[0].sum())
     error = torch.where(pruned, contribution, 0).sum(dim=1, keepdim=True)
     first = torch.sign(error)
     grow_list = torch.sort(torch.where(pruned, contribution / variance.reshape(1, -1), 0), dim=1)[1]
-    # Kept, M < 0 by ascending Wanda score, then M > 0 by descending score, then the pruned.
+    # The order is: kept weights with a negative contribution by ascending Wanda score, kept weights with a positive one
+    # by descending score, pruned weights.
     order = torch.sign(contribution) / (W.abs() * norms.reshape(1, -1))
     prune_list = torch.sort(torch.where(pruned, torch.inf, order), dim=1)[1]
     grow_low = torch.zeros((outputs, 1), dtype=torch.int64)
@@ -90,10 +109,12 @@ def torch_dsnot(W, pruned, sums, variance, norms, same_sign, cycles=50, threshol
 
 
 def line(name: str, ours: float, theirs: float, goal: str) -> None:
+    """Print one row of the table."""
     print(f"  {name:<34}{ours * 1e3:10.1f} ms {theirs * 1e3:10.1f} ms {ours / theirs:8.3f}    {goal}")
 
 
 def main(settings: Settings) -> None:
+    """Time all sides and print the table."""
     shape = (settings.inputs, settings.outputs)
     W = jax.random.normal(jax.random.key(0), shape) * 0.02
     shift = 0.3 * jax.random.normal(jax.random.key(1), (settings.inputs,))
@@ -105,7 +126,8 @@ def main(settings: Settings) -> None:
     sums, variance, norms = (torch.from_numpy(np.array(f(stats))) for f in vectors)
 
     print(
-        f"{shape[0]} x {shape[1]} float32, jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        f"{shape[0]} x {shape[1]} float32, jax {jax.__version__}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads"
     )
     print(f"  {'':<34}{'ours':>13} {'torch':>13} {'ratio':>8}    goal")
     k = masks.count(settings.inputs, settings.sparsity)

@@ -1,11 +1,12 @@
-"""A round of local training, ours against FedJAX's jit backend: same network, same numbers of clients, steps and rows.
+r"""A round of local training, ours against FedJAX's jit backend: the same network, clients, steps and rows.
 
     python -m venv fedjax_env
-    fedjax_env/bin/pip install fedjax==0.0.17 jax==0.4.20 jaxlib==0.4.20 dm-haiku==0.0.11 optax==0.1.7 chex==0.1.84 'numpy<2' 'scipy<1.12'
+    fedjax_env/bin/pip install fedjax==0.0.17 jax==0.4.20 jaxlib==0.4.20 dm-haiku==0.0.11 \
+        optax==0.1.7 chex==0.1.84 'numpy<2' 'scipy<1.12'
     python -m experiments.bench.scafflix --fedjax fedjax_env/bin/python
 
-FedJAX 0.0.17 needs an older JAX, hence the environment of its own (Python 3.11).  Both sides run in turn on the same machine; the
-first round, which compiles, is not counted.
+FedJAX 0.0.17 needs an older JAX, and therefore its own environment (Python 3.11). Both sides run in turn on the same
+machine. The first round, which compiles, is not counted.
 """
 
 import subprocess
@@ -28,15 +29,15 @@ from commjax.problems import logistic
 
 @dataclass(frozen=True)
 class Settings:
-    fedjax: Path | None = None  # Python of the environment with FedJAX; without it only our side is measured
-    clients: int = 10  # a round
-    steps: int = 20  # local
-    batch: int = 20  # rows of a step
-    rounds: int = 5  # counted
+    fedjax: Path | None = None  # Python of the environment with FedJAX; if missing, only our side is measured
+    clients: int = 10  # clients per round
+    steps: int = 20  # local steps
+    batch: int = 20  # rows per step
+    rounds: int = 5  # rounds that are counted
 
 
 def timed(step, state, data, rounds: int) -> tuple[float, float]:
-    """(least, median) seconds a round, compilation apart."""
+    """Return the least and the median seconds per round, without compilation."""
     seconds = []
     for _ in range(rounds + 1):
         begin = time.perf_counter()
@@ -46,13 +47,17 @@ def timed(step, state, data, rounds: int) -> tuple[float, float]:
 
 
 def ours(settings: Settings) -> dict[str, tuple[float, float]]:
-    """FedAvg with the two ways to go over clients; convolutions as matrix products (`patches`), much faster on a CPU."""
+    """Time FedAvg with two ways to iterate over clients.
+
+    Convolutions are matrix products (`patches`), which is much faster on a CPU.
+    """
     rng = np.random.default_rng(0)
     n, rows = settings.clients, 200
     data = Examples(
-        jnp.asarray(rng.random((n, rows, 28, 28, 1), np.float32)), jnp.asarray(rng.integers(0, 62, (n, rows)), jnp.int32),
+        jnp.asarray(rng.random((n, rows, 28, 28, 1), np.float32)),
+        jnp.asarray(rng.integers(0, 62, (n, rows)), jnp.int32),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     found = {}
     for name, patches, over in (("one by one", True, rounds.one_by_one), ("vmap", True, jax.vmap)):
         problem = networks.classification(networks.FedjaxCnn(patches=patches))
@@ -67,6 +72,7 @@ def ours(settings: Settings) -> dict[str, tuple[float, float]]:
 
 
 def theirs(python: Path, settings: Settings) -> tuple[float, float]:
+    """Time FedJAX in its own environment."""
     script = Path(__file__).with_name("fedjax_side.py")
     options = [f"--{name}={getattr(settings, name)}" for name in ("clients", "steps", "batch", "rounds")]
     done = subprocess.run([str(python), str(script), *options], capture_output=True, text=True)
@@ -77,13 +83,17 @@ def theirs(python: Path, settings: Settings) -> tuple[float, float]:
 
 
 def logistic_rounds() -> float:
-    """Communication rounds a second of logistic regression inside one scan: 8 clients, 1,000 rows each, d = 112."""
+    """Return the communication rounds per second of logistic regression inside one scan.
+
+    There are 8 clients with 1,000 rows each, and d = 112.
+    """
     rng = np.random.default_rng(0)
     n, rows, d = 8, 1000, 112
     data = ClientData(
-        jnp.asarray(rng.standard_normal((n, rows, d)), jnp.float32), jnp.sign(jnp.asarray(rng.standard_normal((n, rows)), jnp.float32)),
+        jnp.asarray(rng.standard_normal((n, rows, d)), jnp.float32),
+        jnp.sign(jnp.asarray(rng.standard_normal((n, rows)), jnp.float32)),
         jnp.full((n, rows), 1 / rows, jnp.float32),
-    )  # fmt: skip
+    )
     algorithm = scafflix.i_scaffnew(jax.value_and_grad(lambda x, one: logistic.loss(x, one, 0.1)))
     state = algorithm.init(jnp.zeros(d, jnp.float32), jnp.arange(n))
     inputs = (jax.random.key(0), algorithm, scafflix.HParams(0.1, 1.0, 0.2), state, data, 200)
@@ -94,8 +104,10 @@ def logistic_rounds() -> float:
 
 
 def main(settings: Settings) -> None:
+    """Time all sides and print the table."""
     print(
-        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, FedJAX's EMNIST network, jax {jax.__version__}"
+        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, FedJAX's EMNIST network, jax "
+        f"{jax.__version__}"
     )
     found = ours(settings)
     if settings.fedjax is not None:
@@ -105,7 +117,8 @@ def main(settings: Settings) -> None:
         ratio = f"   {median / reference[1]:.2f} of FedJAX (least: {least / reference[0]:.2f})" if reference else ""
         print(f"  {name:24} {1e3 * median:8.0f} ms a round (least {1e3 * least:.0f}){ratio}")
     print(
-        f"  logistic regression, 8 x 1,000 x 112, p = 0.2, one scan: {logistic_rounds():.0f} communication rounds a second"
+        f"  logistic regression, 8 x 1,000 x 112, p = 0.2, one scan: {logistic_rounds():.0f} communication rounds a "
+        "second"
     )
 
 

@@ -1,17 +1,18 @@
-"""What pruning costs beside the forward passes that it needs.
+"""The cost of pruning besides the forward passes that it needs.
 
     python -m experiments.bench.stream                    a random Llama of 3 M parameters, 64 windows of 256 tokens
     python -m experiments.bench.stream --model FILE.bin   a llama2.c model instead
 
-Calibration runs every block twice: dense, to see what enters its layers, and pruned, to see what leaves it.  What leaves the dense
-block nobody reads, so XLA drops its last layer: that pass is less than a whole one.  Hence two sides to compare with,
+Calibration runs every block twice: dense, to get the inputs of its layers, and pruned, to get its output. The output of
+the dense block is not needed, so XLA drops its last layer, and that pass is less than a whole one. Pruning is therefore
+compared with two baselines:
 
     two whole passes        every block twice
-    the passes needed       the dense one without its last layer; the stricter of the two, and the one to judge by
+    the passes needed       the dense pass without its last layer; stricter, and the one to judge by
 
-against `model.prune` (statistics, scores, masks, reconstruction errors) and `stream.prune_folder` (the same from disk to disk, with its
-checks).  All take turns in one process; compilation comes before.  Wall time, and CPU time of all threads, the least of the repeats:
-on a busy machine read the CPU time.
+The sides are `model.prune` (statistics, scores, masks, reconstruction errors) and `stream.prune_folder` (the same from
+disk to disk, with its checks). All sides take turns in one process, after compilation. Wall time and CPU time of all
+threads are printed, as the least of the repeats. On a busy machine, read the CPU time.
 """
 
 import os
@@ -37,31 +38,49 @@ from commjax.pruning.recipe import Recipe, choose
 
 @dataclass(frozen=True)
 class Settings:
-    model: Path | None = None  # a llama2.c file
-    hidden: int = 256  # of the random model
-    inner: int = 688
-    blocks: int = 4
-    samples: int = 64  # calibration windows; papers take 128 of 2048 tokens
-    window: int = 256
-    batch_size: int = 8
-    repeats: int = 5  # the least counts
+    model: Path | None = None  # a llama2.c file; without it, a random model
+    hidden: int = 256  # width of the random model
+    inner: int = 688  # width of its MLP
+    blocks: int = 4  # number of its blocks
+    samples: int = 64  # calibration windows; papers take 128 windows of 2048 tokens
+    window: int = 256  # tokens per window
+    batch_size: int = 8  # windows per batch
+    repeats: int = 5  # timed repeats; the least time counts
 
 
 def random_model(settings: Settings):
-    config = Config("llama", vocab_size=512, hidden_size=settings.hidden, intermediate_size=settings.inner, num_hidden_layers=settings.blocks,
-                    num_attention_heads=8, num_key_value_heads=4, head_dim=settings.hidden // 8, max_position_embeddings=settings.window)  # fmt: skip
+    """Return a random Llama: the model and its parameters."""
+    config = Config(
+        "llama",
+        vocab_size=512,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.inner,
+        num_hidden_layers=settings.blocks,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=settings.hidden // 8,
+        max_position_embeddings=settings.window,
+    )
     model = llm.model(config)
     return model, llm.init(jax.random.key(0), model)
 
 
 @partial(jax.jit, static_argnums=0)
 def entering(function, block, h):
-    """What enters the layers, computed in full and hardly read."""
+    """Return the sums of the inputs of the layers, so that the inputs are computed and hardly read."""
     return [jnp.sum(x) for x in function(block, h)[1].values()]
 
 
 def two_passes(model, params, windows, batch_size, whole: bool) -> None:
-    """Every block twice over all windows, and nothing else."""
+    """Run every block twice over all windows, and nothing else.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        windows: Token ids [windows, tokens].
+        batch_size: Windows per batch.
+        whole: Whether the first pass includes the last layer of the block.
+    """
     hidden = in_memory.embed(model, params.outer, windows, batch_size)
     for block in params.blocks:
         if whole:
@@ -73,6 +92,7 @@ def two_passes(model, params, windows, batch_size, whole: bool) -> None:
 
 
 def main(settings: Settings) -> None:
+    """Time all sides and print the table."""
     model, params = random_model(settings) if settings.model is None else llama2c.read(settings.model)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     shape = settings.samples, settings.window

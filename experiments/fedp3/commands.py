@@ -1,20 +1,23 @@
-"""FedP3 on networks (Chapter 4): one sub-command a figure or table.
+"""FedP3 on networks (Chapter 4 of the thesis). Each sub-command makes one figure or table.
 
-    python -m experiments.fedp3 counts                          parameters and bits of every kind of client, no training; seconds
-    python -m experiments.fedp3 layers --task fashion           FedAvg, OPU3, OPU2, LowerB (left of Fig. L1810)
-    python -m experiments.fedp3 ratio --task fashion            keep ratios of server-to-client pruning (Fig. L1868)
-    python -m experiments.fedp3 local --task fashion            local pruning: fixed, uniform, ordered dropout (Table L1888)
-    python -m experiments.fedp3 aggregation --task fashion      simple, weighted, attention (Fig. L1925)
-    python -m experiments.fedp3 baselines --task fashion        FedCR and others, what each client deploys (right of Fig. L1810)
-    python -m experiments.fedp3 resnet --task cifar10 --model resnet       blocks left out of ResNet-18 (Table L1847)
-    python -m experiments.fedp3 tables --task fashion           the four figures of Fashion-MNIST and the two below, in one file (docs/fedp3.md)
-    python -m experiments.fedp3 privacy                         LDP-FedP3: accuracy against epsilon and bits (`audit`, `theory` beside it)
+    python -m experiments.fedp3 counts                      parameters and bits of every kind of client; seconds
+    python -m experiments.fedp3 layers --task fashion       FedAvg, OPU3, OPU2, LowerB (left of Fig. 4.2)
+    python -m experiments.fedp3 ratio --task fashion        keep ratios of server-to-client pruning (Fig. 4.3)
+    python -m experiments.fedp3 local --task fashion        local pruning: fixed, uniform, ordered dropout (Table 4.2)
+    python -m experiments.fedp3 aggregation --task fashion  simple, weighted, attention (Fig. 4.4)
+    python -m experiments.fedp3 baselines --task fashion    FedCR and other methods (right of Fig. 4.2)
+    python -m experiments.fedp3 resnet --task cifar10 --model resnet    blocks left out of ResNet-18 (Table 4.1)
+    python -m experiments.fedp3 tables --task fashion       all tables of Fashion-MNIST in one file (docs/fedp3.md)
+    python -m experiments.fedp3 privacy                     LDP-FedP3: accuracy against epsilon and bits
+    python -m experiments.fedp3 audit                       the attacks on LDP-FedP3 alone
+    python -m experiments.fedp3 theory                      the theorems as numbers
 
-`ratio` and `local` with `--trained 1 --others masked` (LowerB, layers that are not trained pruned in every step) show more of what pruning
-does than the thesis's OPU3, where a client has one pruned layer.
+`counts` trains nothing. In the thesis's OPU3 a client has only one pruned layer. `ratio` and `local` with
+`--trained 1 --others masked` (LowerB, which prunes the layers that a client does not train in every step) show more of
+the effect of pruning; `tables` includes both.
 
-`--task digits` is embedded; the others are read from $COMMJAX_DATA.  A command that was killed goes on when it is given again, and
-runs that two commands share are made once.  More of theory and privacy: `experiments.fedp3.privacy`.
+`--task digits` is embedded; the other data sets are read from $COMMJAX_DATA. To resume a killed command, give it again.
+Runs that two commands share are computed once. `experiments.fedp3.privacy` has more on theory and privacy.
 """
 
 from collections.abc import Callable
@@ -37,17 +40,21 @@ from experiments.fedp3.runs import measure
 from experiments.fedp3.task import Settings
 
 FEDAVG = Run("FedAvg", "fedavg", keep=1.0)
-# Fashion-MNIST, S1 / S2, Table L1888; the figures have no numbers.
+# Fashion-MNIST, (S1, S2), from Table 4.2 of the thesis. The figures of the thesis have no numbers.
 THESIS_LOCAL = {
-    "Fixed, keep 0.9": ("81.75", "84.27"), "Uniform, keep 0.9": ("78.81", "77.24"), "Ordered, keep 0.9": ("75.45", "73.27"),
-    "Uniform, keep 0.7": ("72.66", "70.37"), "Ordered, keep 0.7": ("70.21", "67.58"),
-}  # fmt: skip
+    "Fixed, keep 0.9": ("81.75", "84.27"),
+    "Uniform, keep 0.9": ("78.81", "77.24"),
+    "Ordered, keep 0.9": ("75.45", "73.27"),
+    "Uniform, keep 0.7": ("72.66", "70.37"),
+    "Ordered, keep 0.7": ("70.21", "67.58"),
+}
 
-THESIS_RESNET = {"Full": "73.25", "-B2-B3 (full)": "65.68", "-B2 (part)": "72.09", "-B3 (part)": "73.47"}  # full width
+# Table 4.1 of the thesis, where the network has its full width.
+THESIS_RESNET = {"Full": "73.25", "-B2-B3 (full)": "65.68", "-B2 (part)": "72.09", "-B3 (part)": "73.47"}
 
 
 def layer_overlap(settings: Settings) -> list[dict]:
-    """How many layers do clients have to train?  Left of Fig. L1810."""
+    """How many layers do clients have to train? (Left of Fig. 4.2.)"""
     runs = [FEDAVG]
     runs += [
         Run(name, counts=(count,), keep=settings.keep) for name, count in (("OPU3", 3), ("OPU2", 2), ("LowerB", 1))
@@ -58,7 +65,10 @@ def layer_overlap(settings: Settings) -> list[dict]:
 
 
 def ratio(settings: Settings) -> list[dict]:
-    """How much of the other layers do they have to be sent?  Fig. L1868 (mean drops 5.32, 12.86 and 27.76 % at 0.9, 0.7, 0.5)."""
+    """How much of the layers that they do not train must clients be sent? (Fig. 4.3.)
+
+    The thesis has mean drops of 5.32, 12.86 and 27.76 % at keep ratios 0.9, 0.7 and 0.5.
+    """
     counts = (settings.trained,)
     rows = measure([Run(f"keep {keep:g}", counts=counts, keep=keep) for keep in (1.0, 0.9, 0.7, 0.5)], settings)
     report("ratio", rows, settings)
@@ -66,7 +76,7 @@ def ratio(settings: Settings) -> list[dict]:
 
 
 def local_pruning(settings: Settings) -> list[dict]:
-    """Table L1888; its p is both the keep ratio and the least ratio of local pruning."""
+    """Compare three kinds of local pruning (Table 4.2). Its p is both the keep ratio and the least local ratio."""
     kinds = [(kind, keep) for keep in (0.9, 0.7) for kind in ("Fixed", "Uniform", "Ordered")]
     runs = [
         Run(f"{kind}, keep {keep:g}", counts=(settings.trained,), keep=keep, local=kind.lower(), low=keep)
@@ -83,7 +93,7 @@ def local_pruning(settings: Settings) -> list[dict]:
 
 
 def aggregation(settings: Settings) -> list[dict]:
-    """Fig. L1925: OPU1-2-3 and OPU2-3 with three ways to join layers."""
+    """Compare three ways to aggregate layers, for OPU1-2-3 and OPU2-3 (Fig. 4.4)."""
     runs = [
         Run(f"{short}, {how}", counts=counts, keep=settings.keep, aggregate=how)
         for short, counts in (("OPU1-2-3", (1, 2, 3)), ("OPU2-3", (2, 3)))
@@ -95,7 +105,10 @@ def aggregation(settings: Settings) -> list[dict]:
 
 
 def baselines(settings: Settings) -> list[dict]:
-    """What each client deploys: the global model, or a model or head of its own (Ditto, FedCR), or one made without the others."""
+    """Compare FedP3 with other methods by the model that each client deploys (right of Fig. 4.2).
+
+    The model is the global one, a personal model (Ditto), a personal head (FedCR), or one trained without the others.
+    """
     runs = [
         FEDAVG,
         Run("FedProx", "fedprox", keep=1.0),
@@ -112,7 +125,7 @@ def baselines(settings: Settings) -> list[dict]:
 
 
 def resnet_blocks(settings: Settings) -> list[dict]:
-    """Table L1847: class-wise."""
+    """Leave blocks of ResNet-18 out, on the class-wise split (Table 4.1)."""
     if settings.model != "resnet":
         raise ValueError(f"model={settings.model!r}; allowed: 'resnet'")
     settings = replace(settings, splits=("class",))
@@ -131,36 +144,50 @@ PRINTED = {"CIFAR10": 10815.0, "CIFAR100": 1522.91, "FashionMNIST": 13749.46, "E
 
 
 def shapes_of(module, image: tuple[int, ...]):
+    """Return the shapes of the parameters of a module for images of the given shape."""
     return jax.eval_shape(module.init, jax.random.key(0), jax.numpy.ones((1, *image), jax.numpy.float32))["params"]
 
 
 def lower_b_clients(names: Layers, keep: float) -> plans.Plan:
-    """One client for each layer beside the final one."""
+    """Plan one LowerB client for each layer except the final one."""
     return plans.plan(names, [[name, names.names[-1]] for name in names.names[:-1]], keep)
 
 
 def count(name: str, keep: float) -> dict:
-    """What LowerB clients of one of the thesis's networks deploy and send."""
+    """Count what the LowerB clients of one of the thesis's networks deploy and send."""
     shapes = shapes_of(*TABLES[name])
     names = layered.layers(shapes)
     plan, sizes = lower_b_clients(names, keep), layers.sizes(names, shapes)
     bits = fedp3.ledger(plan, shapes)
     return {
-        "network": name, "keep": keep, "layers": dict(zip(names.names, sizes.tolist())), "total": int(sizes.sum()),
-        "sent": plans.uplink_sizes(plan, sizes).tolist(), "deployed": plans.deployed_sizes(plan, sizes).tolist(),
-        "kbit up": (bits["up"] / 1e3).tolist(), "kbit down": (bits["down"] / 1e3).tolist(),
-        "spread": plans.relative_spread(plans.uplink_sizes(plan, sizes)), "printed": PRINTED[name],
+        "network": name,
+        "keep": keep,
+        "layers": dict(zip(names.names, sizes.tolist())),
+        "total": int(sizes.sum()),
+        "sent": plans.uplink_sizes(plan, sizes).tolist(),
+        "deployed": plans.deployed_sizes(plan, sizes).tolist(),
+        "kbit up": (bits["up"] / 1e3).tolist(),
+        "kbit down": (bits["down"] / 1e3).tolist(),
+        "spread": plans.relative_spread(plans.uplink_sizes(plan, sizes)),
+        "printed": PRINTED[name],
         "deployed spread": plans.relative_spread(plans.deployed_sizes(plan, sizes)),
-    }  # fmt: skip
+    }
 
 
 def expected_share(sizes: np.ndarray, counts: int) -> float:
-    """E (params sent) / all params when `counts` of the layers beside the final one are drawn."""
+    """Return the expected share of the parameters that a client sends.
+
+    The client sends `counts` layers, drawn uniformly from those before the final one, and the final one.
+
+    Args:
+        sizes: Parameters of each layer, the final layer last.
+        counts: Number of drawn layers.
+    """
     return float((counts / (len(sizes) - 1) * sizes[:-1].sum() + sizes[-1]) / sizes.sum())
 
 
 def parameter_counts(settings: Settings) -> list[dict]:
-    """Fig. L4046 and the percentages of L1824 and L4037, with what they really are (F1, F3, F5)."""
+    """Make Fig. C.1 and check the percentages of Sec. 4.4.2 and C.2.5 of the thesis (errata F1, F3, F5)."""
     rows = [count(name, keep) for name in TABLES for keep in (0.9, 0.7, 0.5)]
     lines = ["What LowerB clients deploy and send, by the layer that they train beside the final one (params)"]
     for row in rows:
@@ -169,13 +196,15 @@ def parameter_counts(settings: Settings) -> list[dict]:
         cells = ", ".join(f"{one} {there:,.0f} / {sent:,}" for one, there, sent in pairs)
         lines.append(f"{row['network']:13} keep {row['keep']:.1f}  {cells}")
         lines.append(
-            f"{'':13} (max - min) / min: deployed {row['deployed spread']:.2f} %, sent {row['spread']:.2f} % (printed {row['printed']:g})"
+            f"{'':13} (max - min) / min: deployed {row['deployed spread']:.2f} %, "
+            f"sent {row['spread']:.2f} % (printed {row['printed']:g})"
         )
     for name in TABLES:
         sizes = np.array(list(count(name, 0.9)["layers"].values()))
         depth = len(sizes)
         shares = ", ".join(
-            f"{label} {100 * (number + 1) / depth:.0f} % of the layers, {100 * expected_share(sizes, number):.2f} % of the params"
+            f"{label} {100 * (number + 1) / depth:.0f} % of the layers, "
+            f"{100 * expected_share(sizes, number):.2f} % of the params"
             for label, number in (("OPU3", 3), ("OPU2", 2), ("LowerB", 1))
         )
         lines.append(f"{name:13} {shares}")
@@ -199,7 +228,7 @@ def parameter_counts(settings: Settings) -> list[dict]:
 
 
 def all_tables(settings: Settings) -> None:
-    """Every table of this file that Fashion-MNIST has, as text in one Markdown file."""
+    """Write every table of Fashion-MNIST as text into one Markdown file."""
     parts = [("layers", 3, "frozen"), ("ratio", 3, "frozen"), ("local", 3, "frozen"), ("aggregation", 3, "frozen")]
     parts += [("ratio", 1, "masked"), ("local", 1, "masked"), ("baselines", 3, "frozen")]
     lines = [
@@ -218,7 +247,15 @@ def all_tables(settings: Settings) -> None:
 
 
 COMMANDS: dict[str, Callable] = {
-    "layers": layer_overlap, "ratio": ratio, "local": local_pruning, "aggregation": aggregation, "baselines": baselines,
-    "resnet": resnet_blocks, "counts": parameter_counts, "tables": all_tables, "privacy": fedp3_privacy.curve,
-    "audit": fedp3_privacy.audit, "theory": fedp3_privacy.theory,
-}  # fmt: skip
+    "layers": layer_overlap,
+    "ratio": ratio,
+    "local": local_pruning,
+    "aggregation": aggregation,
+    "baselines": baselines,
+    "resnet": resnet_blocks,
+    "counts": parameter_counts,
+    "tables": all_tables,
+    "privacy": fedp3_privacy.curve,
+    "audit": fedp3_privacy.audit,
+    "theory": fedp3_privacy.theory,
+}

@@ -1,4 +1,7 @@
-"""FedCR's network for the settings of `experiments.fedp3`: the body of the same network, its last hidden layer twice as wide."""
+"""The network of FedCR for the settings of `experiments.fedp3`.
+
+It is the body of the other methods' network, with a last hidden layer that is twice as wide.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +20,13 @@ from commjax.models import layered, networks, resnet
 
 
 class Modules(NamedTuple):
-    """`body` gives means and deviations of `z` features."""
+    """The two modules of a network.
+
+    Attributes:
+        body: Module that maps images to means and deviations of `z` features.
+        head: Module that maps features to class scores.
+        z: Number of features.
+    """
 
     body: Any
     head: nn.Module
@@ -25,7 +34,11 @@ class Modules(NamedTuple):
 
 
 def modules(settings: Any) -> Modules:
-    """Up to the last hidden layer as the other methods' network; ResNet-18 has one dense layer more, after pooling."""
+    """Return the modules for the settings.
+
+    Up to the last hidden layer the body is the network of the other methods. ResNet-18 has an additional dense layer
+    after pooling.
+    """
     width, small = settings.width, max(1, settings.width // 8)
     body, z = {
         "mlp": lambda: (layered.LayeredMlp(classes=2 * width, widths=(width,) * 3), width),
@@ -38,6 +51,8 @@ def modules(settings: Any) -> Modules:
 
 @cache
 def network(made: Modules) -> fedcr.Network:
+    """Return the functions that FedCR needs, for 10 classes."""
+
     def head(params: Any, z: Any) -> Any:
         return made.head.apply({"params": params}, z)
 
@@ -50,6 +65,13 @@ def _starter(module: nn.Module) -> Any:
 
 
 def start(made: Modules, key: Any, images: Any) -> dict[str, Any]:
+    """Initialize the parameters of the body and of the head.
+
+    Args:
+        made: The modules.
+        key: Random key.
+        images: One image [1, ...], for the shapes.
+    """
     keys = jax.random.split(key)
     features = jnp.ones((1, made.z), jnp.float32)
     parts = {"body": (made.body, keys[0], images), "head": (made.head, keys[1], features)}
@@ -57,26 +79,35 @@ def start(made: Modules, key: Any, images: Any) -> dict[str, Any]:
 
 
 def layers(settings: Any, task: Any) -> Layers:
-    """The body's layers, and the head as the final one."""
+    """Return the layers of the body, with the head as the final layer."""
     made = modules(settings)
     shapes = jax.eval_shape(made.body.init, jax.random.key(0), task.train.inputs[0, :1])["params"]
     found = (resnet if settings.model == "resnet" else layered).layers(shapes)
-    return Layers((*found.names, "head"), (*found.of, *[len(found.names)] * 2))  # the head has a kernel and a bias
+    # The head has two leaves: a kernel and a bias.
+    return Layers((*found.names, "head"), (*found.of, *[len(found.names)] * 2))
 
 
 def expected_bits(plan: Plan, chances: list[float], settings: Any, params: Any) -> dict[str, float]:
-    """Bits of a client of FedCR on layers a round, in expectation over plans: every L_i once, weighted by its chance."""
+    """Return the expected bits per round of a client of FedCR on layers, "up" and "down".
+
+    Args:
+        plan: A plan with one client for every possible L_i.
+        chances: The probability of each of them.
+        settings: Settings of the experiment.
+        params: Parameters of the network.
+    """
     bits = fedcr_layers.ledger(plan, method.blank(network(modules(settings)), params))
     return {way: float(np.dot(chances, bits[way])) for way in ("up", "down")}
 
 
 def deployed(hparams, server, client):
+    """Return what a client deploys; the arguments are those that `experiments.scafflix.networks.accuracy` passes."""
     return fedcr.deployed(server, client)
 
 
 @cache
 def judge(made: Modules) -> networks.Classification:
-    """The network as its clients use it: the head on the mean features."""
+    """Return the problem that scores the network as its clients use it: the head on the mean features."""
     both = network(made)
 
     def sums(params, examples):

@@ -1,4 +1,4 @@
-"""Who trains what in the runs of Chapter 4, and what that costs in bits."""
+"""The plans of the runs of Chapter 4 (which client trains which layers), and their cost in bits."""
 
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -15,18 +15,30 @@ from experiments.fedp3.task import Settings
 
 @dataclass(frozen=True)
 class Run:
-    """One row of a table."""
+    """One row of a table.
+
+    Attributes:
+        name: Name of the row.
+        method: fedp3, fedavg, fedprox, ditto, fedcr or fedcr_layers.
+        counts: Each client trains one of these numbers of layers, and the final one. Empty: all layers.
+        variant: Variant of ResNet-18.
+        keep: Keep ratio of the layers that a client does not train.
+        local: Kind of local pruning: fixed, uniform, ordered, fjord or heterofl.
+        low: Least ratio of local pruning.
+        aggregate: simple, weighted or attention.
+    """
 
     name: str
     method: str = "fedp3"
-    counts: tuple[int, ...] = ()  # of layers beside the final one; empty: all
-    variant: str = ""  # of ResNet-18
+    counts: tuple[int, ...] = ()
+    variant: str = ""
     keep: float = 0.9
     local: str = "fixed"
-    low: float = 0.9  # least ratio of local pruning
+    low: float = 0.9
     aggregate: str = "simple"
 
     def label(self) -> str:
+        """Return the part of file names that identifies the run. It does not contain `name`."""
         words = [
             self.method,
             "-".join(map(str, self.counts)),
@@ -38,19 +50,23 @@ class Run:
         return "_".join(word.replace(" ", "") for word in words if word)
 
 
-# Compiling takes longer than a run: kinds of clients and seeds whose plans stand in one program, one beneath the other.
+# Compiling takes longer than a run. The plans of these kinds of clients (counts, keep), for TOGETHER seeds each, are
+# therefore stacked into one plan and share one program.
 KINDS = [((3,), 0.9), ((3,), 1.0), ((3,), 0.7), ((3,), 0.5), ((2,), 0.9), ((1,), 0.9), ((1, 2, 3), 0.9), ((2, 3), 0.9)]
 TOGETHER = 3
 
 
 def alike(run: Run, settings: Settings) -> bool:
-    """Whether a run differs from others only in its plan.  (With `one_by_one` a program has a branch for each L_i.)"""
+    """Return whether a run differs from the runs of KINDS only in its plan.
+
+    This is limited to the MLP: with `one_by_one` a program has a branch for each L_i.
+    """
     usual = run.local == "fixed" or (run.local in ("uniform", "ordered") and run.low == run.keep)
     return settings.model == "mlp" and run.method == "fedp3" and usual and (run.counts, run.keep) in KINDS
 
 
 def program_of(run: Run, settings: Settings) -> Run:
-    """The same for all runs that share a program."""
+    """Return a run that stands for its program: it is equal for all runs that share a program."""
     if not alike(run, settings):
         return replace(run, name="")
     counts, keep = KINDS[0]
@@ -58,14 +74,28 @@ def program_of(run: Run, settings: Settings) -> Run:
 
 
 def plan_of(run: Run, names: Layers, n: int, seed: int) -> plans.Plan:
+    """Return the plan of a run and seed for n clients."""
     if run.variant:
         return resnet.variant(names, n, run.variant, keep=run.keep, seed=seed)
     return plans.opu(names, n, *run.counts, keep=run.keep, seed=seed) if run.counts else plans.everything(names, n)
 
 
 def plans_of(run: Run, settings: Settings, names: Layers, n: int, seed: int) -> tuple[plans.Plan, np.ndarray | None]:
-    """A plan that has the plan of a run and seed inside, and where; the same for neighbouring seeds and runs that are `alike`."""
-    if not (run.counts or run.variant):  # nothing to draw
+    """Return a stacked plan that contains the plan of this run and seed, and its rows in the stacked plan.
+
+    The stacked plan is equal for neighbouring seeds and for runs that are `alike`, so that they share a program.
+
+    Args:
+        run: The run.
+        settings: Settings of the experiment.
+        names: Layers of the network.
+        n: Number of clients.
+        seed: Seed of the plan.
+
+    Returns:
+        The stacked plan and the row of each client [n]. The rows are None if the plan is not random.
+    """
+    if not (run.counts or run.variant):  # the plan is not random
         return plan_of(run, names, n, 0), None
     kinds = KINDS if alike(run, settings) else [(run.counts, run.keep)]
     first = seed - seed % TOGETHER
@@ -79,7 +109,7 @@ def plans_of(run: Run, settings: Settings, names: Layers, n: int, seed: int) -> 
 
 
 def possible(run: Run, names: Layers) -> tuple[plans.Plan, list[float]]:
-    """Every L_i once, and its chance."""
+    """Return a plan with one client for every possible L_i, and the probability of each."""
     final, hidden = names.names[-1], names.names[:-1]
     if run.variant:
         sets = [[name for name in names.names if name not in left] for left in resnet.left_out(run.variant)]
@@ -92,9 +122,9 @@ def possible(run: Run, names: Layers) -> tuple[plans.Plan, list[float]]:
 
 
 def expected_bits(run: Run, names: Layers, params: Any, n: int) -> dict[str, float]:
-    """Bits of a client a round, in expectation over plans."""
+    """Return the bits of a client per round, "up" and "down", in expectation over plans."""
     plan, chances = possible(run, names)
-    if np.ndim(widths(run, n)):  # widths of their own, all layers
+    if np.ndim(widths(run, n)):  # each client has its own width and trains all layers
         plan, chances = plans.everything(names, n), [1 / n] * n
     pruning = local_pruning(run, len(chances))
     bits = fedp3.ledger(plan, params, local_pruning=pruning)
@@ -102,11 +132,12 @@ def expected_bits(run: Run, names: Layers, params: Any, n: int) -> dict[str, flo
 
 
 def widths(run: Run, n: int) -> Any:
-    """Ratios of local pruning; HeteroFL's clients have five sizes."""
+    """Return the least ratio of local pruning: one number, or one per client for HeteroFL, which has five sizes."""
     return run.low if run.local != "heterofl" else np.linspace(run.low, 1, 5)[np.arange(n) % 5]
 
 
 def local_pruning(run: Run, n: int, low: Any = None) -> submodels.LocalPruning:
+    """Return the local pruning of a run for n clients. `low` replaces the least ratio of the run."""
     low = widths(run, n) if low is None else low
     made = {
         "fixed": submodels.fixed,
@@ -119,5 +150,8 @@ def local_pruning(run: Run, n: int, low: Any = None) -> submodels.LocalPruning:
 
 
 def pruning_in(plan: plans.Plan, run: Run, settings: Settings) -> submodels.LocalPruning:
-    """That of all runs in a plan, whose least ratios are their keep ratios where they are `alike`."""
+    """Return the local pruning for all clients of a stacked plan.
+
+    For runs that are `alike` the least ratio of a client is its keep ratio.
+    """
     return local_pruning(run, len(plan.keep), plan.keep if alike(run, settings) else None)

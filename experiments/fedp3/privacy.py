@@ -1,11 +1,11 @@
-"""LDP-FedP3: what privacy costs in accuracy, and what the thesis's theory of FedP3 gets right (Chapter 4).
+"""LDP-FedP3: the cost of privacy in accuracy, and the thesis's theory of FedP3 against measurements (Chapter 4).
 
-    python -m experiments.fedp3.privacy curve     accuracy against epsilon and bits, certificates, the attack's lower bound
-    python -m experiments.fedp3.privacy audit     the attack alone: epsilon that it proves, epsilon that is certified
-    python -m experiments.fedp3.privacy theory    the theorems as numbers: the noise floor, the formula for sigma, the schedule
+    python -m experiments.fedp3.privacy curve     accuracy against epsilon and bits, with certificates and an attack
+    python -m experiments.fedp3.privacy audit     the attacks alone: the epsilon they prove, and the certified epsilon
+    python -m experiments.fedp3.privacy theory    the theorems as numbers: noise floor, formula for sigma, schedule
 
-`--task digits` (the default) is embedded; `--task fashion` reads Fashion-MNIST from $COMMJAX_DATA.  A command that was killed
-goes on when it is given again.  Privacy is that of a client's single row, against everybody who sees the messages.
+`--task digits` (the default) is embedded; `--task fashion` reads Fashion-MNIST from $COMMJAX_DATA. To resume a killed
+command, give it again. The certificate protects a single row of a client against everyone who sees the messages.
 """
 
 import math
@@ -36,46 +36,61 @@ from experiments.fedp3 import theory as fedp3_theory
 
 @dataclass(frozen=True)
 class Settings:
-    task: Literal["digits", "fashion"] = "digits"  # fashion is read from $COMMJAX_DATA
-    width: int = 0  # of the hidden layer; 0: softmax regression, which needs the least noise
-    variants: tuple[str, ...] = (
-        "LDP-FedP3",
-        "clipped part",
-        "LDP-SGD",
-    )  # clipped part: of what is sent; LDP-SGD sends all
-    clients: int = 10  # rows are dealt out at random
-    epsilons: tuple[float, ...] = (1.0, 4.0, 8.0)  # the targets
-    delta: float = 1e-5  # for all of them
-    relation: Literal["replace-one", "add-remove"] = "replace-one"  # the thesis's, or that of most papers
+    task: Literal["digits", "fashion"] = "digits"  # digits is embedded; fashion is read from $COMMJAX_DATA
+    width: int = 0  # width of the hidden layer; 0: softmax regression, which needs the least noise
+    # "clipped part" clips only the part of the gradient that is sent. LDP-SGD sends the whole gradient.
+    variants: tuple[str, ...] = ("LDP-FedP3", "clipped part", "LDP-SGD")
+    clients: int = 10  # clients; all have equally many rows, drawn at random
+    epsilons: tuple[float, ...] = (1.0, 4.0, 8.0)  # target values of epsilon
+    delta: float = 1e-5  # delta of all targets
+    relation: Literal["replace-one", "add-remove"] = "replace-one"  # that of the thesis, or that of most papers
     accountant: Literal["pld", "rdp"] = "pld"
-    rounds: int = 100  # communication rounds; the budget is shared out over them
-    rate: float = 0.5  # chance of a row to be used in a round
-    clip: float = 0.5  # norm of a row's gradient; of the part that is sent, divided by sqrt(clients)
-    stepsizes: tuple[float, ...] = (0.3, 1.0, 3.0)  # tuned on validation rows with a seed of its own, see below
-    seeds: int = 3  # error bars
+    rounds: int = 100  # communication rounds, which share the privacy budget
+    rate: float = 0.5  # probability that a row is used in a round
+    clip: float = 0.5  # norm to which a row's gradient is clipped; "clipped part" divides it by sqrt(clients)
+    stepsizes: tuple[float, ...] = (0.3, 1.0, 3.0)  # grid, tuned on validation rows with a seed that is not reported
+    seeds: int = 3  # seeds; they give the error bars
     every: int = 10  # rounds between two evaluations
-    trials: int = 4000  # runs of the attack, with the canary and without
-    canaries: int = 2000  # of the attack with one run
-    out: Path = Path("results/fedp3")  # records, figures, checkpoints
+    trials: int = 4000  # runs of the attack with the canary, and as many without
+    canaries: int = 2000  # canaries of the attack with one run
+    out: Path = Path("results/fedp3")  # folder of records, figures and checkpoints
     progress: bool = True  # show a bar
 
 
 class Task(NamedTuple):
-    train: Examples  # rows of all clients
-    validation: Examples  # pooled, as are
+    """Data and network.
+
+    Attributes:
+        train: Training rows of all clients, stacked.
+        validation: Validation rows, pooled.
+        test: Test rows, pooled.
+        problem: The functions of the problem.
+    """
+
+    train: Examples
+    validation: Examples
     test: Examples
     problem: networks.Classification
 
 
 class Variant(NamedTuple):
-    """`share`: of the clipping norm; what a client sends has 1/sqrt(n) of the gradient's."""
+    """A variant of the algorithm.
 
-    build: Any  # (loss, settings, rows of the largest client) -> Algorithm
+    Attributes:
+        build: Callable (settings, rows of the largest client) -> (loss -> Algorithm). share: Callable settings ->
+        factor of the clipping norm. It is 1/sqrt(n) if only the sent part is clipped, because
+            that part has about 1/sqrt(n) of the norm of the gradient.
+    """
+
+    build: Any
     share: Any = lambda settings: 1.0
 
 
 def capacity(settings: Settings, rows: int) -> int | None:
-    """Rows that are differentiated in a round: as many as come but with a chance of 1e-14, which delta pays"""
+    """Return how many rows of a client are differentiated in a round, or None for all.
+
+    More rows are drawn with a probability of at most 1e-14, which is charged to delta.
+    """
     from scipy.stats import binom
 
     found = int(binom.isf(1e-14, rows, settings.rate)) + 1
@@ -101,11 +116,17 @@ VARIANTS = {
 
 @cache
 def load(task: str, width: int, n: int) -> Task:
-    """Rows at random to n clients, 10 % of the training part kept for validation."""
+    """Load the data: n clients with equally many random rows, and 10 % of the training part for validation.
+
+    Args:
+        task: digits or fashion.
+        width: Width of the hidden layer; 0 for none.
+        n: Number of clients.
+    """
     pictures = embedded.digits() if task == "digits" else images.load("fashion_mnist")
     order = np.random.default_rng(0).permutation(len(pictures.train))
     held = order[: len(order) // 10]
-    size = (len(order) - len(held)) // n  # all clients have as many rows
+    size = (len(order) - len(held)) // n
     rows = list(order[len(held) : len(held) + n * size].reshape(n, size))
     train = stacked.examples(pictures.train, pictures.train_labels, rows)
 
@@ -114,40 +135,68 @@ def load(task: str, width: int, n: int) -> Task:
 
     problem = networks.classification(networks.Mlp(classes=10, widths=(width,) if width else ()))
     return Task(
-        jax.tree.map(jnp.asarray, train), pooled(pictures.train[held], pictures.train_labels[held]),
-        pooled(pictures.test, pictures.test_labels), problem,
-    )  # fmt: skip
+        jax.tree.map(jnp.asarray, train),
+        pooled(pictures.train[held], pictures.train_labels[held]),
+        pooled(pictures.test, pictures.test_labels),
+        problem,
+    )
 
 
 def certificate(settings: Settings, rows: int, epsilon: float) -> Certificate:
+    """Return the certificate with the least noise for a target epsilon."""
     most = capacity(settings, rows)
     return accounting.calibrate(
-        epsilon, settings.delta, settings.rate, settings.rounds, accountant=settings.accountant,
-        relation=settings.relation, capacity=most, rows=None if most is None else rows,
-    )  # fmt: skip
+        epsilon,
+        settings.delta,
+        settings.rate,
+        settings.rounds,
+        accountant=settings.accountant,
+        relation=settings.relation,
+        capacity=most,
+        rows=None if most is None else rows,
+    )
 
 
 @cache
 def attack(one: Certificate, trials: int, seed: int) -> float:
-    """epsilon that the attack proves"""
+    """Return the epsilon that the attack proves."""
     return private_training.audit(jax.random.key(seed), one, trials)
 
 
 def others(found: Certificate, rows: int) -> dict[str, float]:
-    """epsilon of the same noise by every accountant and for both relations"""
+    """Return the epsilon of the same noise by every accountant and for both relations."""
     most = found.capacity
     return {
         f"{accountant} {relation}": accounting.certify(
-            found.noise, found.rate, found.rounds, found.delta, accountant=accountant, relation=relation,
-            capacity=most, rows=None if most is None else rows,
+            found.noise,
+            found.rate,
+            found.rounds,
+            found.delta,
+            accountant=accountant,
+            relation=relation,
+            capacity=most,
+            rows=None if most is None else rows,
         ).epsilon
         for accountant in ("pld", "rdp")
         for relation in ("add-remove", "replace-one")
-    }  # fmt: skip
+    }
 
 
 def train(task: Task, name: str, noises: list[float], settings: Settings, seeds: int, first: int, label: str) -> Record:
-    """Every noise with every stepsize and seed, as one program; axes [noise * stepsize, seed, round]."""
+    """Train every noise with every stepsize and seed, as one program.
+
+    Args:
+        task: Data and network.
+        name: Name of the variant.
+        noises: Noise multipliers.
+        settings: Settings of the runs.
+        seeds: Number of seeds.
+        first: Seed of the key from which the keys of all runs are split.
+        label: Name of the record and of the checkpoint.
+
+    Returns:
+        The record, with axes [noise * stepsize, seed, round].
+    """
     rows = task.train.weights.shape[1]
     clip = settings.clip * VARIANTS[name].share(settings)
     algorithm = VARIANTS[name].build(settings, rows)(task.problem.loss)
@@ -163,21 +212,30 @@ def train(task: Task, name: str, noises: list[float], settings: Settings, seeds:
         return {"validation": accuracy(task.validation), "test": accuracy(task.test)}
 
     _, record = runner.loop(
-        jax.random.split(jax.random.key(first), seeds), algorithm, runner.stack(hparams), state, task.train,
-        settings.rounds, chunk=settings.every, evaluate=lambda states: scores(states.server.params),
+        jax.random.split(jax.random.key(first), seeds),
+        algorithm,
+        runner.stack(hparams),
+        state,
+        task.train,
+        settings.rounds,
+        chunk=settings.every,
+        evaluate=lambda states: scores(states.server.params),
         at_once=len(settings.stepsizes),
-        checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
+        checkpoint=settings.out / f"{label}.ckpt",
+        label=label,
+        progress=settings.progress,
         config={"task": settings.task, "clip": clip, "noises": noises, "stepsizes": settings.stepsizes},
-    )  # fmt: skip
+    )
     record.save(settings.out / label)
     return record
 
 
 def curve(settings: Settings) -> list[dict]:
-    """Accuracy against epsilon and bits.
+    """Measure accuracy against epsilon and bits.
 
-    The stepsize of each target is the best of the grid on validation rows, with a seed that is not reported.  That choice looks
-    at training runs and is not part of the certificate, as in most papers; `--stepsizes 0.3` chooses nothing.
+    The stepsize of each target is the best of the grid on validation rows, with a seed that is not reported. This
+    choice uses training runs and is not part of the certificate, as in most papers. `--stepsizes 0.3` avoids the
+    choice.
     """
     task = load(settings.task, settings.width, settings.clients)
     rows, d = task.train.weights.shape[1], None
@@ -199,13 +257,19 @@ def curve(settings: Settings) -> list[dict]:
             one = found[k - 1] if k else None
             table.append(
                 {
-                    "variant": name, "target": settings.epsilons[k - 1] if k else math.inf, "noise": noise,
-                    "certified": one.epsilon if one else math.inf, "audit": bounds[k - 1] if k else None,
-                    "stepsize": settings.stepsizes[best], "accuracy": float(scores[:, -1].mean()),
-                    "std": float(scores[:, -1].std(ddof=1)) if settings.seeds > 1 else math.nan, "bits_up": float(bits[at[-1]]), "parameters": d,
+                    "variant": name,
+                    "target": settings.epsilons[k - 1] if k else math.inf,
+                    "noise": noise,
+                    "certified": one.epsilon if one else math.inf,
+                    "audit": bounds[k - 1] if k else None,
+                    "stepsize": settings.stepsizes[best],
+                    "accuracy": float(scores[:, -1].mean()),
+                    "std": float(scores[:, -1].std(ddof=1)) if settings.seeds > 1 else math.nan,
+                    "bits_up": float(bits[at[-1]]),
+                    "parameters": d,
                     **(others(one, rows) if one else {}),
                 }
-            )  # fmt: skip
+            )
     _figure(settings, table, curves)
     tables.save(settings.out / f"{settings.task}_private", table, _table(settings, rows, table))
     return table
@@ -218,9 +282,15 @@ def _figure(settings: Settings, table: list[dict], curves: dict) -> None:
         mine = [row for row in table if row["variant"] == name]
         private = mine[1:]
         axes[0].errorbar(
-            [row["target"] for row in private], [row["accuracy"] for row in private], yerr=[row["std"] for row in private],
-            marker="o", markersize=3, capsize=2, color=color, label=name,
-        )  # fmt: skip
+            [row["target"] for row in private],
+            [row["accuracy"] for row in private],
+            yerr=[row["std"] for row in private],
+            marker="o",
+            markersize=3,
+            capsize=2,
+            color=color,
+            label=name,
+        )
         axes[0].axhline(mine[0]["accuracy"], color=color, linewidth=0.8, linestyle=":")
         for k in (0, len(private)):
             bits, scores = curves[name, k]
@@ -239,12 +309,15 @@ def _figure(settings: Settings, table: list[dict], curves: dict) -> None:
 
 def _table(settings: Settings, rows: int, table: list[dict]) -> str:
     lines = [
-        f"{settings.task}: {settings.clients} clients of {rows} rows, {table[0]['parameters']} parameters, {settings.rounds} rounds, "
+        f"{settings.task}: {settings.clients} clients of {rows} rows, {table[0]['parameters']} parameters, "
+        f"{settings.rounds} rounds, "
         f"rate {settings.rate:g}, {settings.seeds} seeds; neighbours: {settings.relation}, delta = {settings.delta:g}",
-        f"{'variant':12} {'epsilon':>8} {'certified':>9} {'attack':>7} {'z':>7} {'stepsize':>8} {'accuracy':>14} {'Mbit up':>8}",
+        f"{'variant':12} {'epsilon':>8} {'certified':>9} {'attack':>7} {'z':>7} {'stepsize':>8} "
+        f"{'accuracy':>14} {'Mbit up':>8}",
     ]
     lines += [
-        f"{r['variant']:12} {r['target']:8g} {r['certified']:9.3f} {'' if r['audit'] is None else format(r['audit'], '.3f'):>7} "
+        f"{r['variant']:12} {r['target']:8g} {r['certified']:9.3f} "
+        f"{'' if r['audit'] is None else format(r['audit'], '.3f'):>7} "
         f"{r['noise']:7.2f} {r['stepsize']:8g} {r['accuracy']:6.2f} +- {r['std']:4.2f} {r['bits_up'] / 1e6:8.3f}"
         for r in table
     ]
@@ -260,27 +333,42 @@ def _table(settings: Settings, rows: int, table: list[dict]) -> str:
 
 
 def audit(settings: Settings) -> list[dict]:
-    """Both attacks on the calibrated mechanism, for both relations: many runs with one canary, one run with many canaries."""
+    """Attack the calibrated mechanism in two ways, for both relations.
+
+    One attack uses many runs with one canary, the other one run with many canaries.
+    """
     table = []
     for relation in ("add-remove", "replace-one"):
         for number, epsilon in enumerate(settings.epsilons):
             one = accounting.calibrate(
-                epsilon, settings.delta, settings.rate, settings.rounds, accountant=settings.accountant, relation=relation
-            )  # fmt: skip
+                epsilon,
+                settings.delta,
+                settings.rate,
+                settings.rounds,
+                accountant=settings.accountant,
+                relation=relation,
+            )
             bound = attack(one, settings.trials, number)
             single = one_run_audit.audit(jax.random.key(number), one, settings.canaries)
             table.append(
                 {
-                    "relation": relation, "target": epsilon, "certified": one.epsilon, "noise": one.noise, "audit": bound,
-                    "one_run": single.epsilon, "guesses": single.guesses, "correct": single.correct,
+                    "relation": relation,
+                    "target": epsilon,
+                    "certified": one.epsilon,
+                    "noise": one.noise,
+                    "audit": bound,
+                    "one_run": single.epsilon,
+                    "guesses": single.guesses,
+                    "correct": single.correct,
                 }
-            )  # fmt: skip
+            )
     lines = [
         f"95 % confidence; many runs: {settings.trials} in each world; one run: {settings.canaries} canaries",
         f"{'relation':12} {'epsilon':>8} {'certified':>9} {'z':>7} {'many runs':>9} {'one run':>8}  right guesses",
     ]
     lines += [
-        f"{r['relation']:12} {r['target']:8g} {r['certified']:9.3f} {r['noise']:7.2f} {r['audit']:9.3f} {r['one_run']:8.2f}"
+        f"{r['relation']:12} {r['target']:8g} {r['certified']:9.3f} {r['noise']:7.2f} "
+        f"{r['audit']:9.3f} {r['one_run']:8.2f}"
         f"  {r['correct']} of {r['guesses']}"
         for r in table
     ]
@@ -289,7 +377,7 @@ def audit(settings: Settings) -> list[dict]:
 
 
 def theory(settings: Settings) -> list[dict]:
-    """The thesis's statements about FedP3, as numbers."""
+    """Check the thesis's statements about FedP3 as numbers."""
     return fedp3_theory.checks(settings.out, settings.delta)
 
 

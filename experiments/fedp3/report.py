@@ -1,4 +1,4 @@
-"""Tables and figures of Chapter 4's runs."""
+"""Tables and figures of the runs of Chapter 4."""
 
 from pathlib import Path
 
@@ -12,12 +12,15 @@ from experiments.fedp3.task import Settings
 def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], str] | None) -> list[str]:
     some = f", {settings.rows} rows" if settings.rows else ""
     lines = [
-        f"{settings.task}{some}, {settings.model} of width {settings.width}, {settings.clients} clients, {settings.cohort} a round, {settings.rounds} rounds of {settings.steps} steps; "
+        f"{settings.task}{some}, {settings.model} of width {settings.width}, {settings.clients} clients, "
+        f"{settings.cohort} a round, {settings.rounds} rounds of {settings.steps} steps; "
         f"layers not trained: {settings.others}",
-        f"accuracy (%) of the global model, and mean over clients of that of local models (F23); mean +- deviation of {settings.seeds} seeds, each with a plan of its own",
+        "accuracy (%) of the global model, and mean over clients of that of local models (F23); "
+        f"mean +- deviation of {settings.seeds} seeds, each with a plan of its own",
         "kbit of a client a round, mean +- deviation, and [in expectation over plans]",
-        f"{'split':10} {'run':20} {'global':>14} {'local':>14} {'kbit up':>27} {'kbit down':>27}" + ("  thesis" if thesis else ""),
-    ]  # fmt: skip
+        f"{'split':10} {'run':20} {'global':>14} {'local':>14} {'kbit up':>27} {'kbit down':>27}"
+        + ("  thesis" if thesis else ""),
+    ]
     for r in rows:
         own = f"{r['local']:6.2f} +- {r['local std']:4.2f}" if np.isfinite(r["local"]) else ""
         up, down = (
@@ -25,12 +28,22 @@ def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], s
             for way in ("up", "down")
         )
         beside = "" if not thesis else f"  {thesis.get((r['name'], r['split']), '')}"
-        lines.append(f"{r['split']:10} {r['name']:20} {r['accuracy']:6.2f} +- {r['std']:4.2f} {own:>14} {up:>27} {down:>27}{beside}")  # fmt: skip
+        lines.append(
+            f"{r['split']:10} {r['name']:20} {r['accuracy']:6.2f} +- {r['std']:4.2f} {own:>14} "
+            f"{up:>27} {down:>27}{beside}"
+        )
     return lines
 
 
 def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], str] | None = None) -> None:
-    """The table as text and JSON, and bars; `thesis`: its figure for (name, split)."""
+    """Write a table as text and JSON, and a bar chart of the accuracies.
+
+    Args:
+        name: Name of the table, part of the file names.
+        rows: The rows, as `runs.measure` returns them.
+        settings: Settings of the runs.
+        thesis: The thesis's figure for (name of the row, split), shown in a column.
+    """
     lines = _lines(rows, settings, thesis)
     names = list(dict.fromkeys(row["name"] for row in rows))
     figure, axes = plt.subplots(figsize=(max(3.4, 0.55 * len(names)), 2.6), layout="constrained")
@@ -38,9 +51,14 @@ def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[s
         mine = {row["name"]: row for row in rows if row["split"] == split}
         at = np.arange(len(names)) + 0.38 * (number - (len(settings.splits) - 1) / 2)
         axes.bar(
-            at, [mine[one]["accuracy"] for one in names], 0.36, yerr=[mine[one]["std"] for one in names], capsize=2,
-            label={"class": "S1: class-wise", "dirichlet": "S2: Dirichlet"}[split], color=("#0072B2", "#E69F00")[number % 2],
-        )  # fmt: skip
+            at,
+            [mine[one]["accuracy"] for one in names],
+            0.36,
+            yerr=[mine[one]["std"] for one in names],
+            capsize=2,
+            label={"class": "S1: class-wise", "dirichlet": "S2: Dirichlet"}[split],
+            color=("#0072B2", "#E69F00")[number % 2],
+        )
     axes.set_xticks(np.arange(len(names)), names, rotation=30, ha="right")
     axes.set_ylabel("test accuracy, %")
     axes.set_ylim(bottom=max(0.0, np.nanmin([row["accuracy"] for row in rows]) - 12))
@@ -52,7 +70,7 @@ def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[s
 
 
 def stem_of(name: str, settings: Settings) -> Path:
-    """Where the files of a table are, without their suffix."""
+    """Return the path of the files of a table, without suffix."""
     changed = f"_opu{settings.trained}" * (name in ("ratio", "local") and settings.trained != 3)
     changed += f"_{settings.others}" * (settings.others != "frozen")
     return settings.out / f"{name}_{settings.task}_{settings.model}{changed}"

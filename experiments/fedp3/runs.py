@@ -1,7 +1,7 @@
-"""Runs of Chapter 4 and what a table says of them.
+"""Train the runs of Chapter 4 and collect the rows of their tables.
 
-All methods have the same stepsize, local steps and rows.  A seed draws the plan (who trains which layers), the network's start, cohorts,
-rows and masks.
+All methods have the same stepsize, number of local steps and batch size. A seed draws the plan (which client trains
+which layers), the initial network, the cohorts, the rows of the batches and the masks.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ from experiments.scafflix.networks import accuracy
 
 @cache
 def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorithm:
-    """One object for what has the same plans: seeds share a compiled program."""
+    """Return the algorithm of a run.
+
+    The cache returns the same object for equal arguments, so that seeds share a compiled program.
+    """
     task = load(data_of(settings), split)
     how: dict[str, Any] = _how(settings) | {"cohort": settings.cohort}
     sample, n = local.minibatch(settings.batch), len(task.train.weights)
@@ -48,9 +51,14 @@ def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorit
     }
     plan, _ = plans_of(run, settings, task.layers, n, seed)
     return fedp3.fedp3(
-        task.problem.loss, plan, sample, local_pruning=pruning_in(plan, run, settings),
-        aggregate=joins[run.aggregate], others=settings.others, **how,
-    )  # fmt: skip
+        task.problem.loss,
+        plan,
+        sample,
+        local_pruning=pruning_in(plan, run, settings),
+        aggregate=joins[run.aggregate],
+        others=settings.others,
+        **how,
+    )
 
 
 def _how(settings: Settings) -> dict[str, Any]:
@@ -58,6 +66,7 @@ def _how(settings: Settings) -> dict[str, Any]:
 
 
 def hparams_of(run: Run, settings: Settings) -> Any:
+    """Return the hyperparameters of a run."""
     gamma = settings.stepsize
     made = {
         "fedprox": fedprox.HParams(gamma, 0.1, 1.0),
@@ -76,7 +85,7 @@ def _own(hparams, server, client):
 
 
 def _start(run: Run, task: Task, settings: Settings, seed: int) -> tuple[Any, networks.Classification, Any]:
-    """Params, the problem by which they are judged, and what a client deploys."""
+    """Return the initial params, the problem that scores them, and the function that returns what a client deploys."""
     key, first = jax.random.key(1000 + seed), task.train.inputs[0, :1]
     if not run.method.startswith("fedcr"):
         return task.problem.init(key, first), task.problem, _own if run.method == "ditto" else _global
@@ -85,7 +94,11 @@ def _start(run: Run, task: Task, settings: Settings, seed: int) -> tuple[Any, ne
 
 
 def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
-    """One run; its record has the test accuracy every few rounds, over the test rows of all clients, and that of local models."""
+    """Train one run and save its record.
+
+    The record has the test accuracy over the test rows of all clients, every few rounds ("test"). For FedAvg and FedP3
+    it also has the accuracy of the local models after the last round ("local").
+    """
     task = load(data_of(settings), split)
     shared, n = shape_of(settings), len(task.train.weights)
     algorithm, hparams = (
@@ -95,7 +108,7 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     params, problem, model = _start(run, task, shared, seed)
     planned = run.method in ("fedp3", "fedcr_layers")
     rows = {"rows": plans_of(run, shared, task.layers, n, seed)[1]} if planned else {}
-    begin: Any = algorithm.init  # that of methods with a plan has more arguments
+    begin: Any = algorithm.init  # `init` of a method with a plan takes more arguments
 
     def evaluate(state):
         return {"test": float(accuracy(problem, model, hparams, state.server, state.clients, task.test))}
@@ -107,13 +120,27 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     if run.method == "fedcr_layers":
         bits = fedp3_fedcr.expected_bits(*possible(run, fedp3_fedcr.layers(shared, task)), shared, params)
     state, record = runner.loop(
-        jax.random.key(seed), algorithm, hparams, begin(params, jnp.arange(n), **rows), task.train, settings.rounds,
-        chunk=settings.every, evaluate=evaluate, checkpoint=path.with_name(path.name + ".ckpt"), label=label, progress=settings.progress,
+        jax.random.key(seed),
+        algorithm,
+        hparams,
+        begin(params, jnp.arange(n), **rows),
+        task.train,
+        settings.rounds,
+        chunk=settings.every,
+        evaluate=evaluate,
+        checkpoint=path.with_name(path.name + ".ckpt"),
+        label=label,
+        progress=settings.progress,
         config={
-            "task": settings.task, "split": split, "run": run.label(), "seed": seed, "clients": n, "cohort": settings.cohort,
+            "task": settings.task,
+            "split": split,
+            "run": run.label(),
+            "seed": seed,
+            "clients": n,
+            "cohort": settings.cohort,
             "expected": bits,
         },
-    )  # fmt: skip
+    )
     if run.method in ("fedavg", "fedp3"):
         saved = _saved(path, settings.rounds)
         found = np.array([local_accuracy(run, shared, split, seed, hparams, state)]) if saved is None else saved
@@ -123,7 +150,7 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
 
 
 def _saved(path: Path, rounds: int) -> np.ndarray | None:
-    """The accuracy of local models, if a run of so many rounds has left it."""
+    """Return the accuracy of the local models that a run of this many rounds has saved, or None."""
     try:
         found = Record.load(path).evaluations
     except FileNotFoundError:
@@ -132,7 +159,10 @@ def _saved(path: Path, rounds: int) -> np.ndarray | None:
 
 
 def local_accuracy(run: Run, settings: Settings, split: str, seed: int, hparams: Any, state: Any) -> float:
-    """Mean over clients of the accuracy of their local model (L_i trained, the rest pruned) on their own test rows: F23's metric."""
+    """Return the mean over clients of the accuracy of each local model on its own test rows (erratum F23).
+
+    In a local model the layers of L_i are trained and the other layers are pruned.
+    """
     task = load(data_of(settings), split)
     program = replace(program_of(run, settings), aggregate="simple")
     sums = _local_sums(program, settings, split, seed - seed % TOGETHER)
@@ -151,38 +181,64 @@ def _local_sums(run: Run, settings: Settings, split: str, first: int):
     @jax.jit
     def sums(key, hparams, state, data):
         return fedp3.local_models(
-            key, hparams, state, data, problem.loss, plan, lambda key, pair: draw(key, pair[0]),
-            local_pruning=pruning_in(plan, run, settings), others=settings.others, **_how(settings),
+            key,
+            hparams,
+            state,
+            data,
+            problem.loss,
+            plan,
+            lambda key, pair: draw(key, pair[0]),
+            local_pruning=pruning_in(plan, run, settings),
+            others=settings.others,
+            **_how(settings),
             use=lambda model, pair: problem.accuracy_sums(model, pair[1]),
-        )  # fmt: skip
+        )
 
     return sums
 
 
 def alone(settings: Settings, split: str, seed: int) -> float:
-    """Test accuracy of clients that train by themselves as many steps as a client of a run does on average, twice over."""
+    """Return the test accuracy of clients that train without communication.
+
+    Each client takes twice as many steps as a client of a run does on average.
+    """
     task = load(data_of(settings), split)
     params = task.problem.init(jax.random.key(1000 + seed), task.train.inputs[0, :1])
     n = len(task.train.weights)
     steps = max(1, 2 * settings.rounds * settings.steps * min(settings.cohort, n) // n)
     models = flix.local_sgd(
-        jax.random.key(seed), jax.value_and_grad(task.problem.loss), params, task.train, stepsize=settings.stepsize,
-        steps=steps, sample=local.minibatch(settings.batch), over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
-    )  # fmt: skip
+        jax.random.key(seed),
+        jax.value_and_grad(task.problem.loss),
+        params,
+        task.train,
+        stepsize=settings.stepsize,
+        steps=steps,
+        sample=local.minibatch(settings.batch),
+        over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
+    )
     rows = ditto.Client(jnp.arange(n), models)
     return float(accuracy(task.problem, _own, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test))
 
 
 def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False) -> list[dict]:
-    """One row a run and split: accuracies and bits of a client a round, mean and deviation over the seeds, which draw plans too."""
-    for split in settings.splits:  # before anything is trained
+    """Train all runs and return one row per run and split.
+
+    A row has accuracies and bits per client and round, as mean and deviation over the seeds. The seeds also draw the
+    plans.
+
+    Args:
+        runs: The runs.
+        settings: Settings of all runs.
+        local_only: Add a row for clients that train without communication.
+    """
+    for split in settings.splits:  # fail before training if data are missing
         load(data_of(settings), split)
     rows = []
     for split in settings.splits:
         for run in runs:
             try:
                 records = [train(run, settings, split, seed) for seed in range(settings.seeds)]
-            except runner.DivergedError as error:  # the table goes on, with nan in this row
+            except runner.DivergedError as error:  # the row gets nan, and the other runs go on
                 print(f"{run.name}, {split}: {error}")
                 gone = np.full(1, np.nan)
                 rows.append(_row(run.name, split, gone, gone, {"up": gone, "down": gone}, {}))

@@ -1,6 +1,6 @@
 """The data and networks of Chapter 4 that the sub-commands of `experiments.fedp3` share.
 
-Training and test rows are pooled and split 70/30 within each client, as in the thesis (F22).
+Training and test rows are pooled and then split 70/30 within each client, as in the thesis (F22).
 """
 
 from dataclasses import dataclass, replace
@@ -21,31 +21,40 @@ from commjax.models import layered, networks, resnet
 
 @dataclass(frozen=True)
 class Settings:
-    task: Literal["digits", "mnist", "fashion", "cifar10"] = "digits"  # digits is embedded; others from $COMMJAX_DATA
-    model: Literal["mlp", "cnn", "table", "resnet"] = "mlp"  # 4 hidden layers; a narrow CNN; the table's; ResNet-18
-    width: int = 64  # of the MLP's layers; the CNN's dense layers; 8 times the channels of CNN and ResNet-18
-    splits: tuple[str, ...] = ("class", "dirichlet")  # S1: 5 of 10 classes a client; S2: Dirichlet(0.5)
-    classes: int = 5  # of a client in S1; the thesis has 15 of CIFAR100's
-    concentration: float = 0.5  # of S2; the thesis has 0.3 for CIFAR100
-    rows: int = 0  # of the data set, drawn at random; 0: all
-    clients: int = 100  # at most 20 of digits
-    cohort: int = 10  # clients a round
+    # digits is embedded; the others are read from $COMMJAX_DATA.
+    task: Literal["digits", "mnist", "fashion", "cifar10"] = "digits"
+    model: Literal["mlp", "cnn", "table", "resnet"] = "mlp"  # 4 hidden layers; narrow CNN; CNN of Table C.2; ResNet-18
+    width: int = 64  # width of the MLP and of the CNN's dense layers; 8 times the channels of CNN and ResNet-18
+    splits: tuple[str, ...] = ("class", "dirichlet")  # S1: some classes per client; S2: Dirichlet
+    classes: int = 5  # classes per client in S1; the thesis has 15 of CIFAR100's
+    concentration: float = 0.5  # concentration of S2; the thesis has 0.3 for CIFAR100
+    rows: int = 0  # rows of the data set, drawn at random; 0: all
+    clients: int = 100  # clients; for digits at most 20 are used
+    cohort: int = 10  # clients per round
     rounds: int = 300  # communication rounds
     steps: int = 5  # local steps
-    batch: int = 32  # rows of a step
-    stepsize: float = 0.1  # for all methods
+    batch: int = 32  # rows per step
+    stepsize: float = 0.1  # stepsize of all methods
     keep: float = 0.9  # keep ratio of the layers that a client does not train
-    trained: int = 3  # layers beside the final one that a client trains, in `ratio` and `local`: 3 is OPU3, 1 LowerB
-    others: Literal["frozen", "masked", "free"] = "frozen"  # layers that a client does not train
-    held: int = 200  # rows that the server holds, for attention
-    seeds: int = 3  # error bars
+    trained: int = 3  # layers that a client of `ratio` and `local` trains besides the final one: 3 is OPU3, 1 LowerB
+    others: Literal["frozen", "masked", "free"] = "frozen"  # treatment of layers that a client does not train
+    held: int = 200  # rows of the server, for attention
+    seeds: int = 3  # seeds; they give the error bars
     every: int = 50  # rounds between two evaluations
-    out: Path = Path("results/fedp3")  # records, figures, checkpoints
+    out: Path = Path("results/fedp3")  # folder of records, figures and checkpoints
     progress: bool = True  # show a bar
 
 
 class Task(NamedTuple):
-    """Stacked rows of all clients, the server's batch, the problem's functions and the network's layers."""
+    """Data and network of a split.
+
+    Attributes:
+        train: Stacked training rows of all clients.
+        test: Stacked test rows of all clients.
+        held: Rows of the server.
+        problem: The functions of the problem.
+        layers: The layers of the network.
+    """
 
     train: Examples
     test: Examples
@@ -55,6 +64,7 @@ class Task(NamedTuple):
 
 
 def module_of(settings: Settings) -> Any:
+    """Return the network of the settings."""
     if settings.model == "mlp":
         return layered.LayeredMlp(widths=(settings.width,) * 4)
     if settings.model == "resnet":
@@ -66,7 +76,11 @@ def module_of(settings: Settings) -> Any:
 
 @cache
 def load(settings: Settings, split: str) -> Task:
-    """5 of 10 classes a client, or Dirichlet(0.5) with at least a batch of training rows for everybody."""
+    """Load the data and split them over the clients.
+
+    The split "class" gives each client `classes` classes. The split "dirichlet" is Dirichlet(`concentration`), with at
+    least one batch of training rows per client.
+    """
     found = {"digits": embedded.digits, "cifar10": cifar.load}.get(settings.task)
     name = {"fashion": "fashion_mnist"}.get(settings.task, settings.task)
     data = found() if found is not None else images.load(name)
@@ -93,11 +107,11 @@ def load(settings: Settings, split: str) -> Task:
 
 
 def shape_of(settings: Settings) -> Settings:
-    """What does not change a program, left out of its key"""
+    """Return settings with only the fields that a compiled program depends on, for use as a cache key."""
     return replace(data_of(settings), others=settings.others, cohort=settings.cohort, steps=settings.steps)
 
 
 def data_of(settings: Settings) -> Settings:
-    """What the data depends on"""
+    """Return settings with only the fields that the data and the network depend on, for use as a cache key."""
     names = ("task", "model", "width", "clients", "batch", "held", "classes", "concentration", "rows")
     return Settings(**{name: getattr(settings, name) for name in names})

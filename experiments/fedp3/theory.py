@@ -1,4 +1,4 @@
-"""What the thesis says of FedP3's convergence and privacy, beside what is measured: `python -m experiments.fedp3.privacy theory`."""
+"""The thesis's statements on FedP3's convergence and privacy, for `python -m experiments.fedp3.privacy theory`."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,16 @@ from experiments import tables
 
 
 def noise_floor(gamma: float, rounds: int, seeds: int) -> tuple[float, float, float]:
-    """(mean_runs |grad f|^2 at the end, gamma / (2 - gamma), the printed bound) for two clients |w -+ c|^2 / 2, |c| = 1 (F11)"""
+    """Measure the noise floor of the sketch for two clients |w -+ c|^2 / 2 with |c| = 1 (erratum F11).
+
+    Args:
+        gamma: Stepsize.
+        rounds: Rounds of each run.
+        seeds: Number of runs.
+
+    Returns:
+        The mean over runs of |grad f|^2 at the end, its exact limit gamma / (2 - gamma), and the printed bound.
+    """
     c = np.zeros((2, 4))
     c[:, 0] = 1.0, -1.0
     data = jax.tree.map(jnp.asarray, quadratic.Quadratic(np.tile(np.eye(4), (2, 1, 1)), c))
@@ -32,7 +41,14 @@ def noise_floor(gamma: float, rounds: int, seeds: int) -> tuple[float, float, fl
 
 
 def formula_noise(delta: float, m: int, K: int, c: float) -> dict[str, float]:
-    """epsilon that the thesis's sigma for epsilon = 1 really has with full batches (F20)"""
+    """Return the true epsilon of the thesis's sigma for epsilon = 1 with full batches, by relation (erratum F20).
+
+    Args:
+        delta: Privacy parameter.
+        m: Rows of the client.
+        K: Rounds.
+        c: Constant of the formula, which the thesis does not give.
+    """
     z = math.sqrt(theory.noise_variance(1.0, delta, c=c, C=1.0, K=K, m=m)) * m
     return {
         relation: accounting.certify(z, 1.0, K, delta, relation=relation).epsilon
@@ -41,20 +57,62 @@ def formula_noise(delta: float, m: int, K: int, c: float) -> dict[str, float]:
 
 
 def checks(out: Path, delta: float) -> list[dict]:
-    """The thesis's statements about FedP3, as numbers."""
+    """Check the thesis's statements about FedP3 as numbers, and write them as a table."""
     found, exact, printed = noise_floor(0.1, 100, 2000)
     table: list[dict] = [
-        {"check": "E |grad f|^2 after 100 rounds, two clients", "thesis": f"<= {printed:.2e}", "measured": f"{found:.4f} ({exact:.4f} exactly)", "errata": "F11"}
-    ]  # fmt: skip
+        {
+            "check": "E |grad f|^2 after 100 rounds, two clients",
+            "thesis": f"<= {printed:.2e}",
+            "measured": f"{found:.4f} ({exact:.4f} exactly)",
+            "errata": "F11",
+        }
+    ]
     for c in (1.0, 2.0, 8.0):
         values = formula_noise(delta, 500, 1000, c)
-        table.append({"check": f"epsilon of sigma with c = {c:g} for epsilon = 1, K = 1000, m = 500", "thesis": "1", "measured": ", ".join(f"{name} {value:.2f}" for name, value in values.items()), "errata": "F20"})  # fmt: skip
+        table.append(
+            {
+                "check": f"epsilon of sigma with c = {c:g} for epsilon = 1, K = 1000, m = 500",
+                "thesis": "1",
+                "measured": ", ".join(f"{name} {value:.2f}" for name, value in values.items()),
+                "errata": "F20",
+            }
+        )
     plan = theory.schedule(1.0, delta, L=2.0, delta0=10.0, C=1.0, c=1.0, d=100, m=500)
-    table.append({"check": "bound for L = 2, Delta_0 = 10, C = 1, d = 100, m = 500", "thesis": f"{plan.bound / math.sqrt(10):.4f}", "measured": f"{plan.bound:.4f}", "errata": "F19"})  # fmt: skip
-    table.append({"check": "variance of a batch of 1 of 2 rows, gradients +-1", "thesis": f"<= {theory.poisson_variance(1.0, 0.5, 1):g}", "measured": f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})", "errata": "F18"})  # fmt: skip
-    table.append({"check": "FedP3 against GD in bits, n = 100, epsilon = 1e-3", "thesis": "n / epsilon = 1e5 times cheaper", "measured": f"{aggregation.advantage_over_gd(100, 1e-3):g} times", "errata": "F14"})  # fmt: skip
+    table.append(
+        {
+            "check": "bound for L = 2, Delta_0 = 10, C = 1, d = 100, m = 500",
+            "thesis": f"{plan.bound / math.sqrt(10):.4f}",
+            "measured": f"{plan.bound:.4f}",
+            "errata": "F19",
+        }
+    )
+    table.append(
+        {
+            "check": "variance of a batch of 1 of 2 rows, gradients +-1",
+            "thesis": f"<= {theory.poisson_variance(1.0, 0.5, 1):g}",
+            "measured": (
+                f"{theory.fixed_variance(1.0, 2, 1):g} (Poisson sampling: {theory.poisson_variance(1.0, 0.5, 1):g})"
+            ),
+            "errata": "F18",
+        }
+    )
+    table.append(
+        {
+            "check": "FedP3 against GD in bits, n = 100, epsilon = 1e-3",
+            "thesis": "n / epsilon = 1e5 times cheaper",
+            "measured": f"{aggregation.advantage_over_gd(100, 1e-3):g} times",
+            "errata": "F14",
+        }
+    )
     growth = aggregation.pruning_growth(np.array([[1.0, 0.9], [0.9, 1.0]]), np.array([1.0, 0.0]))
-    table.append({"check": "sup f(Pw) / f(w), one of two coordinates pruned", "thesis": "<= 1 + log(2) / K", "measured": f"{growth:.2f}", "errata": "F21"})  # fmt: skip
+    table.append(
+        {
+            "check": "sup f(Pw) / f(w), one of two coordinates pruned",
+            "thesis": "<= 1 + log(2) / K",
+            "measured": f"{growth:.2f}",
+            "errata": "F21",
+        }
+    )
     width = max(len(row["check"]) for row in table)
     lines = [f"{r['check']:{width}}  {r['thesis']:32} {r['measured']}  ({r['errata']})" for r in table]
     tables.save(out / "theory", table, "\n".join([f"{'check':{width}}  {'thesis':32} measured", *lines]))

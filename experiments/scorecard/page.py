@@ -1,9 +1,12 @@
-"""The scorecard: every claim, the thesis's figure, what was measured just now, and the verdict.
+"""The scorecard: every claim with the thesis's figure, the value measured now, and the verdict.
 
-    python -m experiments.scorecard                 a few minutes, one process a core; no network, no files
+    python -m experiments.scorecard                 a few minutes, one process per core; no network, no files
 
-Expected: 50 claims (52 where COMMJAX_DATA has stories260K); five (six) differ, as the errata S11, P15 and W17 say; results/scorecard/index.html (self-contained) and scorecard.json.
-Exit status 1 when a claim differs and no erratum says so: a documented difference is a finding, not a failure.  A method adds its claims as one file in experiments/scorecard/claims/.
+Expected: 50 claims (52 if $COMMJAX_DATA has stories260K). Five (six) differ, as the errata S11, P15 and W17 say. The
+command writes results/scorecard/index.html (self-contained) and scorecard.json.
+
+The exit status is 1 if a claim differs and no erratum says so. A documented difference is a finding, not a failure. A
+method adds its claims as one file in experiments/scorecard/claims/.
 """
 
 import base64
@@ -24,21 +27,21 @@ from commjax.core.records import environment
 from experiments.scorecard import workers as claim_workers
 from experiments.scorecard.claims import Claim
 
-# Begun first, so that no process waits for one of them at the end.
+# These modules take longest. They start first, so that no process is left alone with one of them at the end.
 LONGEST = ("scafflix", "ef_bv", "symwanda", "cohort_squeeze")
 COLOR = {"reproduced": "#1a7f37", "corrected": "#9a6700", "differs": "#cf222e"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    out: Path = Path("results/scorecard")  # index.html and scorecard.json
-    only: str = ""  # a part of a module's name, such as ef_bv; empty for all
-    processes: int = 0  # that measure, each some of the modules; 0: as many as cores
+    out: Path = Path("results/scorecard")  # folder of index.html and scorecard.json
+    only: str = ""  # part of a module's name, such as ef_bv; empty for all modules
+    processes: int = 0  # processes, which share the modules; 0: one per core
     progress: bool = True  # show a bar
 
 
 def modules(only: str = "") -> list[str]:
-    """Names of the modules in experiments/scorecard/claims/."""
+    """Return the names of the modules in experiments/scorecard/claims/ that have `only` in their name."""
     names = sorted(
         module.name for module in pkgutil.iter_modules(experiments.scorecard.claims.__path__) if only in module.name
     )
@@ -48,12 +51,12 @@ def modules(only: str = "") -> list[str]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(settings: Settings) -> list[Claim]:
-    """The claims of all modules, in the order of their names, whatever the order in which they were done."""
+    """Measure the claims of all modules. They are returned in the order of the modules, not in that of completion."""
     names = modules(settings.only)
     total = sum(len(importlib.import_module(name).CLAIMS) for name in names)
     first = [
@@ -72,7 +75,12 @@ def measure(settings: Settings) -> list[Claim]:
 
 
 def page(claims: list[Claim], seconds: float) -> str:
-    """One HTML file with its pictures inside."""
+    """Return the scorecard as one HTML page with its pictures inside.
+
+    Args:
+        claims: The measured claims.
+        seconds: Time that all claims took.
+    """
 
     def row(claim: Claim) -> str:
         verdict = claim.verdict + (f" ({claim.errata})" if claim.errata else "")
@@ -93,7 +101,8 @@ def page(claims: list[Claim], seconds: float) -> str:
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>commjax scorecard</title>
 <meta name="viewport" content="width=device-width"><style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1f2328 }}
-table {{ border-collapse: collapse }} td, th {{ border: 1px solid #d0d7de; padding: .45rem .6rem; text-align: left; vertical-align: top }}
+table {{ border-collapse: collapse }} \
+td, th {{ border: 1px solid #d0d7de; padding: .45rem .6rem; text-align: left; vertical-align: top }}
 th {{ background: #f6f8fa }} img {{ max-width: 24rem; width: 100%; margin-top: .5rem }} </style></head><body>
 <h1>commjax scorecard</h1>
 <p>{len(claims)} claims, measured in {seconds:.0f} s: {counts}. Errata numbers refer to docs/errata.md.</p>
@@ -104,7 +113,7 @@ th {{ background: #f6f8fa }} img {{ max-width: 24rem; width: 100%; margin-top: .
 
 
 def text(claims: list[Claim]) -> str:
-    """For the terminal."""
+    """Return the scorecard as a table for the terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -123,6 +132,7 @@ def text(claims: list[Claim]) -> str:
 
 
 def main(settings: Settings) -> list[Claim]:
+    """Measure the claims, write the page and the JSON file, print the table, and return the claims."""
     began = time.monotonic()
     claims = measure(settings)
     seconds = time.monotonic() - began

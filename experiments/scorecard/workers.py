@@ -1,7 +1,8 @@
-"""Modules of claims measured in several processes, a module in one of them: their claims share data and compiled programs.
+"""Measure modules of claims in several processes.
 
-A worker is given the name of a module and sends back one claim after another; the parent shows them, so that the output is the same
-for any number of processes.  An error in a claim is raised in the parent, with the worker's traceback.
+One process measures all claims of a module, because they share data and compiled programs. A worker receives the name
+of a module and sends back its claims one by one. The parent shows them, so the output is the same for any number of
+processes. If a claim fails, the error is raised in the parent with the worker's traceback.
 """
 
 import importlib
@@ -17,19 +18,25 @@ from experiments.scorecard.claims import Claim
 
 
 class Found(NamedTuple):
-    """One measured claim and its place."""
+    """One measured claim and its position.
+
+    Attributes:
+        module: Name of the module.
+        index: Index in the module's CLAIMS.
+        claim: The measured claim.
+    """
 
     module: str
-    index: int  # in the module's CLAIMS
+    index: int
     claim: Claim
 
 
 class ClaimError(RuntimeError):
-    """A claim that could not be measured."""
+    """A claim could not be measured."""
 
 
 def measure_module(module: str) -> Iterator[Found]:
-    """The claims of one module in this process, each when it is done."""
+    """Measure the claims of one module in this process, and yield each when it is done."""
     for index, function in enumerate(importlib.import_module(module).CLAIMS):
         began = time.monotonic()
         claim = function()
@@ -37,7 +44,15 @@ def measure_module(module: str) -> Iterator[Found]:
 
 
 def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
-    """The claims of all modules, in the order in which they are done; the first modules are begun first."""
+    """Measure the claims of all modules, and yield each when it is done.
+
+    Args:
+        modules: Names of the modules, in the order in which they start.
+        processes: Number of processes; 1 measures in this process.
+
+    Raises:
+        ClaimError: A claim failed, or a worker ended.
+    """
     if processes < 1:
         raise ValueError(f"processes: {processes}; allowed: 1 or more")
     processes = min(processes, len(modules))
@@ -48,7 +63,7 @@ def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
     import jax
 
     waiting, busy = list(modules), {}
-    # Not by fork: a process that has JAX's threads must not be copied.
+    # Spawn instead of fork: a process that has JAX's threads must not be copied.
     context = multiprocessing.get_context("spawn")
     workers = {}
     try:
@@ -77,13 +92,13 @@ def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
     finally:
         for connection, worker in workers.items():
             connection.close()
-            if connection in busy:  # an error elsewhere: nobody waits for its claims
+            if connection in busy:  # there was an error, and the claims of this worker are not needed any more
                 worker.terminate()
             worker.join()
 
 
 def _give(connection: Connection, waiting: list[str], busy: dict[Connection, str]) -> None:
-    """The next module to a worker, or its end."""
+    """Send the next module to a worker, or the empty name, which ends it."""
     module = busy[connection] = waiting.pop(0) if waiting else ""
     connection.send(module)
     if not module:
@@ -91,7 +106,10 @@ def _give(connection: Connection, waiting: list[str], busy: dict[Connection, str
 
 
 def _work(connection: Connection, x64: bool) -> None:
-    """A worker's life: modules in, claims out; None after the last of a module, a traceback instead of a claim that failed."""
+    """Run a worker: receive names of modules and send measured claims.
+
+    None follows the last claim of a module. A traceback is sent instead of a claim that failed, and the worker ends.
+    """
     import jax
 
     jax.config.update("jax_enable_x64", x64)

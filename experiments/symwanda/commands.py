@@ -1,18 +1,19 @@
-"""SymWanda: the tables of Chapter 6, perplexity of a pruned model, for both comparison groups.
+"""SymWanda: the tables of Chapter 6 of the thesis, perplexity of pruned models for both comparison groups.
 
-    python -m experiments.symwanda methods       scores x sparsities (L2770)
-    python -m experiments.symwanda alpha         exponent of the activations x in / out side (L2730)
-    python -m experiments.symwanda beta          stochRIA with fewer sampled entries, five seeds in one vmap (L2707, L6079)
-    python -m experiments.symwanda norms         RIA with l_p norms (L6031)
-    python -m experiments.symwanda strategies    S1 to S4 (L6060)
-    python -m experiments.symwanda patterns      N:M
-    python -m experiments.symwanda fine-tuning   magnitude, Wanda, RIA with nothing, DSnoT, R^2-DSnoT x swaps x layers (L2802)
-    python -m experiments.symwanda ablation      hyperparameters of R^2-DSnoT (L6096)
-    python -m experiments.symwanda heat-map      a dense weight matrix (L2761)
-    python -m experiments.symwanda zero-shot     accuracy on local task files, dense and pruned, by lm-eval (L2825)
+    python -m experiments.symwanda methods       scores x sparsities (Table 6.4)
+    python -m experiments.symwanda alpha         exponent of the activations x in / out side (Table 6.3)
+    python -m experiments.symwanda beta          stochRIA with fewer sampled entries, five seeds (Tables 6.2, E.3)
+    python -m experiments.symwanda norms         RIA with l_p norms (Table E.1)
+    python -m experiments.symwanda strategies    S1 to S4 (Table E.2)
+    python -m experiments.symwanda patterns      N:M (Table 6.2)
+    python -m experiments.symwanda fine-tuning   magnitude, Wanda, RIA with nothing, DSnoT, R^2-DSnoT (Table 6.5)
+    python -m experiments.symwanda ablation      hyperparameters of R^2-DSnoT (Table E.4)
+    python -m experiments.symwanda heat-map      a dense weight matrix (Fig. 6.1)
+    python -m experiments.symwanda zero-shot     accuracy of dense and pruned models on local task files (Table 6.6)
 
-Models: `topics` (comes with the package), `stories260K` (from $COMMJAX_DATA), or a Hugging Face folder with --calibration and --text.
-Every figure is kept in `out` as it is computed; a command that was killed goes on where it was.
+Models: `topics` (comes with the package), `stories260K` (from $COMMJAX_DATA), or a Hugging Face folder with
+--calibration and --text. Every number is saved in `out` as soon as it is computed. To resume a killed command, give it
+again.
 """
 
 import math
@@ -37,7 +38,17 @@ GROUPS: tuple[Group, ...] = ("output", "layer")
 
 
 def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tuple[Group, ...] = GROUPS) -> list[dict]:
-    """A row a recipe: perplexity in every group; N:M has one only."""
+    """Measure the perplexity of every recipe in every comparison group.
+
+    Args:
+        settings: Settings of the table.
+        recipes: Name of a row -> recipe.
+        label: Label of the progress bar.
+        groups: Comparison groups. A recipe with an N:M pattern is measured in the group "output" only.
+
+    Returns:
+        One row per recipe: its name, and the perplexity by group.
+    """
     task, kept, rows = load(settings), Kept.open(settings), []
     with progress_bar(label, len(recipes), enabled=settings.progress) as advance:
         for number, (name, recipe) in enumerate(recipes.items()):
@@ -51,20 +62,31 @@ def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tup
 
 
 def dense(settings: Settings) -> float:
+    """Return the perplexity of the dense model."""
     task = load(settings)
     return Kept.open(settings).get(None, lambda: measured(task, None))
 
 
 def report(settings: Settings, command: str, rows: list[dict], about: str) -> list[dict]:
+    """Write the rows as a table, with the perplexity of the dense model, and return them.
+
+    Args:
+        settings: Settings of the table.
+        command: Name of the sub-command, part of the file names.
+        rows: The rows, as `grid` returns them.
+        about: Text for the heading.
+    """
     lines = [
         f"{Path(settings.model).name}: perplexity, {about}; dense {dense(settings):.3f}",
         f"{'':38} {'output group':>16} {'layer group':>16}",
     ]
     for row in rows:
         cells = [
-            "-" if row.get(group) is None else f"{row[group]:.3f}" + (f" +- {row[f'{group}_std']:.3f}" if f"{group}_std" in row else "")
+            "-"
+            if row.get(group) is None
+            else f"{row[group]:.3f}" + (f" +- {row[f'{group}_std']:.3f}" if f"{group}_std" in row else "")
             for group in GROUPS
-        ]  # fmt: skip
+        ]
         lines.append(f"{row['name']:38} {cells[0]:>16} {cells[1]:>16}")
     tables.save(settings.out / f"{command}_{Path(settings.model).name}", rows, "\n".join(lines))
     return rows
@@ -84,7 +106,7 @@ STRATEGIES = {"S1": scores.relative, "S2": scores.relative_to_sum, "S3": scores.
 
 
 def methods(settings: Settings) -> list[dict]:
-    """Table L2770, and a figure: every score at several sparsities."""
+    """Compare all scores at several sparsities (Table 6.4), and draw a figure."""
     rows = []
     for sparsity in settings.sparsities:
         recipes = {f"{name}, {100 * sparsity:g} %": Recipe(sparsity, score=score) for name, score in SCORES.items()}
@@ -92,8 +114,19 @@ def methods(settings: Settings) -> list[dict]:
     figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), layout="constrained", sharey=True)
     for axis, group in zip(axes, GROUPS):
         for number, name in enumerate(SCORES):
-            axis.semilogy([100 * s for s in settings.sparsities], [row[group] for row in rows if row["name"].startswith(f"{name}, ") and row["name"].count(",") == name.count(",") + 1],
-                          "o-", markersize=2.5, linewidth=1, color=f"C{number}", label=name)  # fmt: skip
+            axis.semilogy(
+                [100 * s for s in settings.sparsities],
+                [
+                    row[group]
+                    for row in rows
+                    if row["name"].startswith(f"{name}, ") and row["name"].count(",") == name.count(",") + 1
+                ],
+                "o-",
+                markersize=2.5,
+                linewidth=1,
+                color=f"C{number}",
+                label=name,
+            )
         axis.axhline(dense(settings), color="grey", linestyle=":", linewidth=1, label="dense")
         axis.set_xlabel("sparsity, %")
         axis.set_title(f"{Path(settings.model).name}, {group} group")
@@ -104,7 +137,7 @@ def methods(settings: Settings) -> list[dict]:
 
 
 def alpha(settings: Settings) -> list[dict]:
-    """Table L2730: |X|^alpha on Wanda, on the in side, the out side, and both."""
+    """Vary the exponent in |X|^alpha, for Wanda and for RIA on the in side, the out side and both (Table 6.3)."""
     recipes = {}
     for value in (0.0, 0.5, 1.0, 2.0):
         recipes[f"Wanda, alpha = {value:g}"] = Recipe(settings.sparsity, score=choose(scores.wanda, alpha=value))
@@ -115,7 +148,7 @@ def alpha(settings: Settings) -> list[dict]:
 
 
 def drawn(settings: Settings, name: str, recipe: Recipe) -> dict[str, Any]:
-    """A row of a score that samples: mean and deviation over seeds."""
+    """Return the row of a score that samples: mean and deviation of the perplexity over seeds."""
     task, kept = load(settings), Kept.open(settings)
     row: dict[str, Any] = {"name": name}
     for group in ("output",) if recipe.pattern else GROUPS:
@@ -126,7 +159,10 @@ def drawn(settings: Settings, name: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def beta(settings: Settings) -> list[dict]:
-    """Tables L2707 and L6079: stochRIA at alpha = 1, independent and shared sets, mean and deviation over seeds."""
+    """Compare stochRIA at alpha = 1 for several sampling ratios (Tables 6.2 and E.3).
+
+    Rows are measured with independent and with shared sets, as mean and deviation over seeds. All seeds are one `vmap`.
+    """
     rows = grid(settings, {"RIA": Recipe(settings.sparsity, score=choose(scores.ria, alpha=1.0))}, "RIA")
     pairs = [(value, shared) for value in settings.betas for shared in (False, True)]
     with progress_bar("beta", len(pairs), enabled=settings.progress) as advance:
@@ -138,7 +174,7 @@ def beta(settings: Settings) -> list[dict]:
 
 
 def norms(settings: Settings) -> list[dict]:
-    """Table L6031: l_p norms at alpha = 1."""
+    """Compare RIA with several l_p norms at alpha = 1 (Table E.1)."""
     recipes = {
         f"p = {p:g}": Recipe(settings.sparsity, score=choose(scores.ria, alpha=1.0, p=p))
         for p in (0.0, 1.0, 2.0, 3.0, 4.0, math.inf)
@@ -147,7 +183,7 @@ def norms(settings: Settings) -> list[dict]:
 
 
 def strategies(settings: Settings) -> list[dict]:
-    """Table L6060: S1 to S4 at alpha = 0.5, p = 1."""
+    """Compare the strategies S1 to S4 at alpha = 0.5 and p = 1 (Table E.2)."""
     recipes = {
         name: Recipe(settings.sparsity, score=choose(scores.ria, alpha=0.5, join=join))
         for name, join in STRATEGIES.items()
@@ -158,11 +194,16 @@ def strategies(settings: Settings) -> list[dict]:
 
 
 def patterns(settings: Settings) -> list[dict]:
-    """Table L2707: N of every M inputs kept, where M divides the inputs of every layer; stochRIA with beta = 0.1 over seeds."""
+    """Keep N of every M inputs (Table 6.2), for M that divide the number of inputs of every layer.
+
+    stochRIA has beta = 0.1 and is measured over seeds.
+    """
     model = load(settings).model
     inputs = [model.block_shapes[name]["kernel"][0] for name in model.linear]
     fitting = [(n, m) for n, m in ((2, 4), (4, 8)) if all(size % m == 0 for size in inputs)]
-    recipes = {f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score) for n, m in fitting for name, score in SCORES.items()}  # fmt: skip
+    recipes = {
+        f"{name}, {n}:{m}": Recipe(pattern=(n, m), score=score) for n, m in fitting for name, score in SCORES.items()
+    }
     rows = grid(settings, recipes, "N:M")
     for n, m in fitting:
         rows.append(drawn(settings, f"stochRIA, {n}:{m}", Recipe(pattern=(n, m), score=choose(scores.stoch_ria))))
@@ -170,25 +211,35 @@ def patterns(settings: Settings) -> list[dict]:
 
 
 BASES = {"magnitude": SCORES["magnitude"], "Wanda": SCORES["Wanda"], "RIA": SCORES["RIA, alpha = 0.5"]}
-# R^2-DSnoT as the ablation's best rows have it, their base names swapped back (W15d).
+# The best rows of the thesis's ablation of R^2-DSnoT. Their base names are swapped there; here they are right (W15d).
 R2 = {
     "magnitude": {},
     "Wanda": {"relative_grow": False, "relative_prune": True, "gamma_prune": 1e-3},
     "RIA": {"relative_grow": True, "relative_prune": False, "gamma_prune": 1e-4},
 }
+# Prefixes of layer names. The released DSnoT swaps in the attention only.
 LAYERS = {
     "attention": ("self_attn.",),
     "all": ("",),
-}  # beginnings of names; the released DSnoT swaps in the attention only
+}
 
 
 def r2_dsnot(settings: Settings, base: str, cycles: int, layers: str, **changes: Any) -> Recipe:
+    """Return the recipe of R^2-DSnoT on the mask of a base score.
+
+    Args:
+        settings: Settings of the table, for the sparsity.
+        base: Name of the base score, a key of BASES.
+        cycles: Most swaps of an output.
+        layers: Layers that swap, a key of LAYERS.
+        **changes: Options of `regrow.r2_dsnot` that differ from the best ones.
+    """
     choice = choose(regrow.r2_dsnot, cycles=cycles, **(R2[base] | changes))
     return Recipe(settings.sparsity, score=BASES[base], regrow=choice, regrow_layers=LAYERS[layers])
 
 
 def swapped(settings: Settings) -> dict[str, Recipe]:
-    """Every base with nothing, DSnoT and R^2-DSnoT, for every number of swaps and choice of layers."""
+    """Return recipes of every base alone, with DSnoT and with R^2-DSnoT, for all numbers of swaps and layers."""
     recipes = {}
     for base, score in BASES.items():
         recipes[base] = Recipe(settings.sparsity, score=score)
@@ -200,14 +251,18 @@ def swapped(settings: Settings) -> dict[str, Recipe]:
 
 
 def fine_tuning(settings: Settings) -> list[dict]:
-    """Table L2802 at 60 %: at most 50 swaps an output in the attention (the thesis's and the released setting), and others."""
+    """Compare DSnoT and R^2-DSnoT with no fine-tuning at 60 % (Table 6.5).
+
+    The setting of the thesis and of the released code is at most 50 swaps per output, in the attention. Other settings
+    are measured too.
+    """
     settings = replace(settings, sparsity=0.6)
     about = f"{100 * settings.sparsity:g} %; most swaps of an output, layers that swap"
     return report(settings, "fine_tuning", grid(settings, swapped(settings), "fine-tuning"), about)
 
 
 def ablation(settings: Settings) -> list[dict]:
-    """Table L6096: one option of R^2-DSnoT changed at a time, on Wanda's and RIA's masks at 60 %."""
+    """Change one option of R^2-DSnoT at a time, on the masks of Wanda and RIA at 60 % (Table E.4)."""
     settings = replace(settings, sparsity=0.6)
     cycles, layers = settings.cycles[0], settings.layers[0]
     options: dict[str, dict[str, Any]] = {
@@ -221,7 +276,7 @@ def ablation(settings: Settings) -> list[dict]:
         "relative grow only": {"relative_grow": True, "relative_prune": False},
         "relative prune only": {"relative_grow": False, "relative_prune": True},
         "relative grow and prune": {"relative_grow": True, "relative_prune": True},
-        # Printed, the regulariser is one number an output and changes nothing (W5); these vary within an output.
+        # The printed regularizer is constant for an output, so it changes nothing (W5). These vary within an output.
         "regularizer in": {"regularizer": "in"},
         "regularizer in, p = 1": {"regularizer": "in", "p": 1.0},
         "regularizer in, p = inf": {"regularizer": "in", "p": math.inf},
@@ -238,7 +293,7 @@ def ablation(settings: Settings) -> list[dict]:
 
 
 def heat_map(settings: Settings) -> None:
-    """Fig. L2761: |W| of a layer, dense, and which weights Wanda and RIA keep."""
+    """Draw |W| of a layer (Fig. 6.1), and the weights that Wanda and RIA keep."""
     task = load(settings)
     name = next(name for name in task.model.linear if name.endswith(("q_proj", "fc1")))
     block = len(task.params.blocks) // 2
@@ -253,7 +308,9 @@ def heat_map(settings: Settings) -> None:
         )
     figure, axes = plt.subplots(1, 3, figsize=(6.8, 2.5), layout="constrained", sharey=True)
     for axis, (label, values) in zip(axes, panels.items()):
-        image = axis.imshow(values, cmap="viridis", vmin=0, vmax=np.quantile(W, 0.995), aspect="auto", interpolation="nearest")  # fmt: skip
+        image = axis.imshow(
+            values, cmap="viridis", vmin=0, vmax=np.quantile(W, 0.995), aspect="auto", interpolation="nearest"
+        )
         axis.set_title(label)
         axis.set_xlabel("output")
         axis.grid(False)
@@ -263,6 +320,14 @@ def heat_map(settings: Settings) -> None:
 
 
 COMMANDS = {
-    "methods": methods, "alpha": alpha, "beta": beta, "norms": norms, "strategies": strategies, "patterns": patterns,
-    "fine-tuning": fine_tuning, "ablation": ablation, "heat-map": heat_map, "zero-shot": zero_shot,
-}  # fmt: skip
+    "methods": methods,
+    "alpha": alpha,
+    "beta": beta,
+    "norms": norms,
+    "strategies": strategies,
+    "patterns": patterns,
+    "fine-tuning": fine_tuning,
+    "ablation": ablation,
+    "heat-map": heat_map,
+    "zero-shot": zero_shot,
+}

@@ -1,4 +1,7 @@
-"""What the tables of `symwanda` share: settings, models with their texts, perplexity after pruning, and what is computed already."""
+"""What the tables of `experiments.symwanda` share.
+
+These are settings, models with their texts, perplexity after pruning, and a cache of results on disk.
+"""
 
 import json
 import os
@@ -20,28 +23,28 @@ from commjax.pruning import recipe as recipes
 from commjax.pruning.recipe import Recipe, describe
 from commjax.pruning.scores import Score
 
-_BATCH = 8  # windows at a time
+_BATCH = 8  # windows per batch
 
 
 @dataclass(frozen=True)
 class Settings:
     model: str = "topics"  # topics, stories260K, or a Hugging Face folder
-    calibration: Path | None = None  # text for a folder
-    text: Path | None = None  # text of the perplexity, for a folder
-    samples: int = 64  # windows of calibration
-    window: int = 256  # tokens
-    most: int = 200  # windows of the perplexity, at most
-    stories: int = (
-        60  # stories260K is measured on the first so many, calibrated on those from 100 on that are not among them
-    )
-    sparsity: float = 0.5  # of the tables with one
-    sparsities: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7)  # of `methods`
-    betas: tuple[float, ...] = (1.0, 0.9, 0.5, 0.1, 0.05, 0.01)  # of `beta`
-    seeds: int = 5  # of stochRIA
-    # Most swaps of an output: the papers' 50, which are a hundredth of their 4096 inputs, and as many hundredths of ours.
-    # `ablation` takes the first of these and of the layers.
+    calibration: Path | None = None  # calibration text, for a Hugging Face folder
+    text: Path | None = None  # text of the perplexity, for a Hugging Face folder
+    samples: int = 64  # calibration windows
+    window: int = 256  # tokens per window
+    most: int = 200  # most windows of the perplexity
+    # stories260K is measured on this many stories, the first ones. It is calibrated on the others, from story 100 on.
+    stories: int = 60
+    sparsity: float = 0.5  # sparsity of the tables that have only one
+    sparsities: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7)  # sparsities of `methods`
+    betas: tuple[float, ...] = (1.0, 0.9, 0.5, 0.1, 0.05, 0.01)  # sampling ratios of `beta`
+    seeds: int = 5  # seeds of stochRIA
+    # Most swaps of an output. The papers have 50, about 1 % of their 4096 inputs; 2 is the same share of our inputs.
+    # `ablation` takes the first of these and the first of the layers.
     cycles: tuple[int, ...] = (50, 2)
-    layers: tuple[Literal["attention", "all"], ...] = ("attention", "all")  # that swap; released: the attention
+    layers: tuple[Literal["attention", "all"], ...] = ("attention", "all")  # layers that swap; released: attention
+    # Tasks of `zero-shot`.
     tasks: tuple[str, ...] = (
         "arc_easy",
         "arc_challenge",
@@ -50,23 +53,35 @@ class Settings:
         "boolq",
         "rte",
         "winogrande",
-    )  # of `zero-shot`
-    limit: int | None = 200  # questions of a task
-    seed: int = 0  # of the calibration windows
-    out: Path = Path("results/symwanda")  # tables, figures
+    )
+    limit: int | None = 200  # most questions of a task
+    seed: int = 0  # seed of the calibration windows
+    out: Path = Path("results/symwanda")  # folder of tables and figures
     progress: bool = True  # show a bar
 
 
 class Task(NamedTuple):
+    """A model with its texts.
+
+    Attributes:
+        model: The functions of the model.
+        params: Its dense parameters.
+        calibration: Windows of the calibration text [samples, window].
+        evaluation: Windows of another text [windows, window].
+    """
+
     model: Model
     params: Params
-    calibration: np.ndarray  # windows
-    evaluation: np.ndarray  # windows, of other text
+    calibration: np.ndarray
+    evaluation: np.ndarray
 
 
 @cache
 def load(settings: Settings) -> Task:
-    """stories260K is calibrated on stories 100 to 999 and measured on the first 60, as long as `stories` does not say more."""
+    """Load the model and its texts.
+
+    stories260K is evaluated on the first `stories` stories and calibrated on the stories from max(100, `stories`) on.
+    """
     draw = settings.samples, settings.seed
     if settings.model == "topics":
         model, params = embedded.load()
@@ -89,21 +104,24 @@ def load(settings: Settings) -> Task:
     else:
         model, params = checkpoints.load(settings.model)
         encode = tokens.load(settings.model).encode
-        calibration = texts.calibration(settings.model, settings.calibration, samples=settings.samples, length=settings.window, seed=settings.seed)  # fmt: skip
+        calibration = texts.calibration(
+            settings.model, settings.calibration, samples=settings.samples, length=settings.window, seed=settings.seed
+        )
         evaluation = tokens.evaluation_windows(encode("\n\n".join(texts.documents(settings.text))), settings.window)
     return Task(model, params, calibration, evaluation[: settings.most])
 
 
 def measured(task: Task, recipe: Recipe | None) -> float:
-    """Perplexity after pruning (None: of the dense model)."""
+    """Return the perplexity after pruning, or of the dense model if `recipe` is None."""
     params = task.params if recipe is None else pruning.prune(task.model, task.params, task.calibration, recipe)[0]
     return perplexity.perplexity(perplexity.losses(task.model, params.outer, params.blocks, task.evaluation))
 
 
 def over_seeds(task: Task, recipe: Recipe, seeds: int) -> list[float]:
-    """Perplexities of `recipe` with seeds 0, 1, ...: calibration, scores and masks of all of them are one `vmap`.
+    """Return the perplexities of `recipe` with seeds 0, 1, ...
 
-    A program for every layer shape and score, and one for the block, not one for the whole model: this compiles in seconds.
+    Calibration, scores and masks of all seeds are one `vmap`. There is one program for every layer shape and score and
+    one for the block, instead of one for the whole model. This compiles in seconds.
     """
     model, outer = task.model, task.params.outer
     score, outputs = recipes.check(recipe, model)
@@ -125,7 +143,7 @@ def over_seeds(task: Task, recipe: Recipe, seeds: int) -> list[float]:
 
 
 def _fold(key, at: tuple[int, int]):
-    """The key of a layer of a block, as `pruning.prune` has it."""
+    """Return the key of layer at[1] of block at[0], as in `pruning.prune`."""
     return jax.random.fold_in(jax.random.fold_in(key, at[0]), at[1])
 
 
@@ -135,25 +153,37 @@ def _pruned(recipe: Recipe, score: Score, W, stats, key):
 
 @partial(jax.jit, static_argnums=0)
 def _advance(function, blocks: Layers, h):
-    """A block of every seed."""
+    """Apply a block of every seed."""
     return jax.vmap(lambda block, h: function(block, h)[0])(blocks, h)
 
 
 class Kept(NamedTuple):
-    """What was computed already, on disk."""
+    """Results on disk that were computed before.
+
+    Attributes:
+        path: The JSON file.
+        values: Description of a measurement -> result.
+    """
 
     path: Path
     values: dict[str, Any]
 
     @staticmethod
     def open(settings: Settings) -> "Kept":
-        """One file a model and calibration."""
+        """Open the file of this model, calibration and evaluation text."""
         task = load(settings)
         told = digest({"c": task.calibration, "e": task.evaluation, "w": task.params})
         path = settings.out / f"{Path(settings.model).name}_{told}.json"
         return Kept(path, json.loads(path.read_text()) if path.exists() else {})
 
     def get(self, recipe: Recipe | None, compute: Callable[[], Any], **more: Any) -> Any:
+        """Return the saved result of a recipe, or compute and save it.
+
+        Args:
+            recipe: The recipe; None for the dense model.
+            compute: Callable without arguments that returns the result, which must be JSON.
+            **more: Other settings that the result depends on.
+        """
         name = json.dumps({"recipe": None if recipe is None else describe(recipe), **more}, sort_keys=True)
         if name not in self.values:
             self.values[name] = compute()

@@ -1,8 +1,9 @@
-"""Zero-shot accuracy of the dense and the pruned model, by lm-eval's own tasks on local files (L2797, table L2825).
+"""Zero-shot accuracy of the dense and the pruned model on local files, by lm-eval (Thesis: Sec. 6.4.3, Table 6.6).
 
-    python -m experiments.symwanda zero-shot --model stories260K --limit 200        files of $COMMJAX_DATA/zeroshot; needs commjax[eval]
+    python -m experiments.symwanda zero-shot --model stories260K --limit 200
 
-The tasks are worded as in lm-eval 0.4; the files are of one JSON object a line, as data/README of the folder says.
+The command reads files from $COMMJAX_DATA/zeroshot and needs commjax[eval]. The tasks are worded as in lm-eval 0.4. The
+files have one JSON object per line.
 """
 
 import json
@@ -27,24 +28,52 @@ def _before(doc: dict) -> list[str]:
     return [before + doc["option1"], before + doc["option2"]]
 
 
-# What lm-eval's YAML files say; a text that is an int is the number of the right choice, the choices then are contexts.
+# The contents of lm-eval's YAML files. If the text is an int, it is the number of the right choice, and the choices are
+# contexts.
 TASKS: dict[str, dict[str, Any]] = {
-    "arc_easy": {"file": "arc_easy_test", "text": "Question: {{question}}\nAnswer:", "choice": "choices", "target": "label"},
-    "arc_challenge": {"file": "arc_challenge_test", "text": "Question: {{question}}\nAnswer:", "choice": "choices", "target": "label"},
+    "arc_easy": {
+        "file": "arc_easy_test",
+        "text": "Question: {{question}}\nAnswer:",
+        "choice": "choices",
+        "target": "label",
+    },
+    "arc_challenge": {
+        "file": "arc_challenge_test",
+        "text": "Question: {{question}}\nAnswer:",
+        "choice": "choices",
+        "target": "label",
+    },
     "openbookqa": {"file": "openbookqa_test", "text": "question", "choice": "choices", "target": "label"},
     "hellaswag": {"file": "hellaswag_val", "text": "ctx", "choice": "endings", "target": "label"},
-    "boolq": {"file": "boolq_val", "text": "{{passage}}\nQuestion: {{question}}?\nAnswer:", "choice": lambda doc: ["no", "yes"], "target": lambda doc: int(doc["label"])},
-    "rte": {"file": "rte_val", "text": "{{premise}}\nQuestion: {{hypothesis}} True or False?\nAnswer:", "choice": lambda doc: ["True", "False"], "target": lambda doc: ["entailment", "not_entailment"].index(doc["label"])},
-    "winogrande": {"file": "winogrande_val", "text": lambda doc: int(doc["answer"]) - 1, "choice": _before, "target": lambda doc: doc["sentence"].partition("_")[2].strip()},
-}  # fmt: skip
+    "boolq": {
+        "file": "boolq_val",
+        "text": "{{passage}}\nQuestion: {{question}}?\nAnswer:",
+        "choice": lambda doc: ["no", "yes"],
+        "target": lambda doc: int(doc["label"]),
+    },
+    "rte": {
+        "file": "rte_val",
+        "text": "{{premise}}\nQuestion: {{hypothesis}} True or False?\nAnswer:",
+        "choice": lambda doc: ["True", "False"],
+        "target": lambda doc: ["entailment", "not_entailment"].index(doc["label"]),
+    },
+    "winogrande": {
+        "file": "winogrande_val",
+        "text": lambda doc: int(doc["answer"]) - 1,
+        "choice": _before,
+        "target": lambda doc: doc["sentence"].partition("_")[2].strip(),
+    },
+}
 
 
 def config(name: str, folder: Path, limit: int | None) -> dict[str, Any]:
-    """A task as lm-eval takes it, with the first `limit` lines of its file."""
+    """Return lm-eval's configuration of a task, with the first `limit` lines of its file."""
     if name not in TASKS:
         raise ValueError(f"tasks={name!r}; allowed: {', '.join(TASKS)}")
     about = TASKS[name]
-    path = next((p for p in (folder / f"{about['file']}.jsonl.xz", folder / f"{about['file']}.jsonl") if p.is_file()), None)  # fmt: skip
+    path = next(
+        (p for p in (folder / f"{about['file']}.jsonl.xz", folder / f"{about['file']}.jsonl") if p.is_file()), None
+    )
     if path is None:
         raise ValueError(f"no {about['file']}.jsonl(.xz) in {folder}; allowed: COMMJAX_DATA with a folder zeroshot")
     rows = [json.loads(line) for line in bounded.text(path).split("\n") if line.strip()][:limit]
@@ -56,12 +85,19 @@ def config(name: str, folder: Path, limit: int | None) -> dict[str, Any]:
 
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
     return {
-        "task": name, "custom_dataset": dataset, "test_split": "test", "output_type": "multiple_choice",
-        "doc_to_text": about["text"], "doc_to_choice": about["choice"], "doc_to_target": about["target"], "metric_list": metrics,
-    }  # fmt: skip
+        "task": name,
+        "custom_dataset": dataset,
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": about["text"],
+        "doc_to_choice": about["choice"],
+        "doc_to_target": about["target"],
+        "metric_list": metrics,
+    }
 
 
 def tokenizer(settings: Settings) -> Tokenizer:
+    """Return the tokenizer of the model."""
     if settings.model == "topics":
         return embedded.tokenizer()
     if settings.model == "stories260K":
@@ -70,7 +106,15 @@ def tokenizer(settings: Settings) -> Tokenizer:
 
 
 def accuracies(face: Any, configs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """task -> lm-eval's acc and acc_norm with their standard errors, and the number of questions."""
+    """Evaluate a model with lm-eval.
+
+    Args:
+        face: The model, as lm-eval takes it (`zeroshot.template_lm`).
+        configs: Configurations of the tasks.
+
+    Returns:
+        task -> acc with its standard error, acc_norm, and the number of questions.
+    """
     import lm_eval
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -84,14 +128,18 @@ def accuracies(face: Any, configs: list[dict[str, Any]]) -> dict[str, dict[str, 
 
 
 def zero_shot(settings: Settings) -> list[dict]:
-    """Table L2825 on local files: dense, and magnitude, Wanda and RIA at `sparsity`, output group."""
+    """Compare the dense model with magnitude, Wanda and RIA at `sparsity`, output group, on local files (Table 6.6)."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     folder = Path(os.environ.get("COMMJAX_DATA", "data")) / "zeroshot"
     configs = [config(name, folder, settings.limit) for name in settings.tasks]
     task, kept, rows = load(settings), Kept.open(settings), []
     recipes: dict[str, Recipe | None] = {"dense": None}
-    for name, choice in {"magnitude": choose(scores.magnitude), "Wanda": choose(scores.wanda), "RIA": choose(scores.ria)}.items():  # fmt: skip
+    for name, choice in {
+        "magnitude": choose(scores.magnitude),
+        "Wanda": choose(scores.wanda),
+        "RIA": choose(scores.ria),
+    }.items():
         recipes[f"{name}, {100 * settings.sparsity:g} %"] = Recipe(settings.sparsity, score=choice)
 
     def measure(recipe: Recipe | None) -> dict[str, dict[str, float]]:
@@ -108,7 +156,10 @@ def zero_shot(settings: Settings) -> list[dict]:
     lines = [f"{Path(settings.model).name}: zero-shot acc +- stderr in %, at most {settings.limit} questions a task"]
     lines.append(f"{'':18}" + "".join(f"{name:>15}" for name in settings.tasks))
     for row in rows:
-        cells = [f"{100 * row['tasks'][name]['acc']:.1f} +- {100 * row['tasks'][name]['stderr']:.1f}" for name in settings.tasks]  # fmt: skip
+        cells = [
+            f"{100 * row['tasks'][name]['acc']:.1f} +- {100 * row['tasks'][name]['stderr']:.1f}"
+            for name in settings.tasks
+        ]
         lines.append(f"{row['name']:18}" + "".join(f"{cell:>15}" for cell in cells))
     tables.save(settings.out / f"zero_shot_{Path(settings.model).name}", rows, "\n".join(lines))
     return rows

@@ -1,4 +1,4 @@
-"""The ServerApp and the ClientApp of `task`; BUILD.md has the commands."""
+"""The ServerApp and the ClientApp of `task`. BUILD.md has the commands."""
 
 from pathlib import Path
 
@@ -12,12 +12,15 @@ jax.config.update("jax_enable_x64", True)
 
 
 def keep(config, server, report) -> None:
-    """One file a round, for whoever compares."""
+    """Write params, loss, bits and absent clients of a round to one file, for comparison with other runs."""
     if config["out"]:
         np.savez(
             Path(config["out"]) / f"{int(server.round):03}.npz",
-            params=server.params, loss=report.loss, bits=(report.bits_up, report.bits_down), absent=sorted(report.absent),
-        )  # fmt: skip
+            params=server.params,
+            loss=report.loss,
+            bits=(report.bits_up, report.bits_down),
+            absent=sorted(report.absent),
+        )
 
 
 client = flower.client_app(task.contract, task.data)

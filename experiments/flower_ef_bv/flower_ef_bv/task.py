@@ -1,10 +1,11 @@
-"""What all parties agree on, and what each client has: no Flower here, so that a simulation can import it.
+"""What all parties agree on, and the data of each client. Nothing here needs Flower, so a simulation can import it.
 
-    python -m flower_ef_bv.task DATASET N I [MU] [SEED]       L_i of client I, which it tells the others before the run
+    python -m flower_ef_bv.task DATASET N I [MU] [SEED]       print L_i of client I, to be told before the run
 
-Nobody has anybody else's rows.  A client parses its own; the server has none.  The stepsize needs L_tilde = sqrt(mean_i L_i^2), so the
-clients tell their L_i, one number each, to whoever writes the run's configuration (`smoothness`; any bound will do, at the price of
-a smaller stepsize).  A client whose own L_i shows that the number is too small refuses to take part.
+No party has the rows of another. A client parses its own rows, and the server has none. The stepsize needs
+L_tilde = sqrt(mean_i L_i^2). The clients therefore tell their L_i, one number each, to the author of the run's
+configuration (`smoothness`). Any upper bound is allowed; a larger bound gives a smaller stepsize. A client refuses to
+take part if its own L_i shows that the number is too small.
 """
 
 import sys
@@ -26,14 +27,17 @@ from commjax.problems import constants, logistic
 
 @cache
 def own(name: str, n: int, id: int, mu: float, seed: int):
-    """One client's rows, padded to those of the largest so that one program serves all; and its L_i"""
+    """Load the rows of one client and compute its L_i.
+
+    The rows are padded to the size of the largest client, so that one compiled program serves all.
+    """
     dataset, mine, longest = own_rows(name, n, [id], seed)
     L_i = float(logistic.constants(dataset, mine, mu).L_i[0])
     return jax.tree.map(lambda leaf: leaf[0], stacked.stack(dataset, mine, longest)), L_i
 
 
 def data(config, id: int):
-    """The rows of one client, and of no other"""
+    """Return the rows of client `id`. Raise RefusedError if they contradict the configuration."""
     rows, L_i = own(config["dataset"], config["n"], id, config["mu"], config["seed"])
     if rows.features.shape[1] != config["features"]:
         raise RefusedError(
@@ -49,13 +53,14 @@ def data(config, id: int):
 
 @cache
 def method(mu: float, k: int, half: int, nice: int):
+    """Return the compressor and EF-BV with it. `nice` > 0 adds m-nice participation with m = `nice`."""
     compressor = compressors.comp(k, half)
     compressor = compressors.m_nice(nice, compressor) if nice else compressor
     return compressor, ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=mu)), compressor)
 
 
 def contract(config) -> Contract:
-    """From the run's configuration alone"""
+    """Build the contract from the run's configuration alone."""
     n, d = config["n"], config["features"]
     compressor, algorithm = method(config["mu"], config["k"], d // 2, config["nice"])
     bound = constants.smoothness(np.full(n, config["smoothness"]), mu=config["mu"])

@@ -1,7 +1,7 @@
-"""What the thesis claims, measured now.  A method adds its claims in one file of this folder.
+"""The claims of the thesis, measured now. A method adds its claims as one file in this folder.
 
-Each module has `CLAIMS`, a list of functions without arguments; each returns a `Claim`.  `experiments.scorecard` finds the
-modules by itself.
+Each module has `CLAIMS`, a list of functions without arguments. Each function returns a `Claim`.
+`experiments.scorecard` finds the modules by itself.
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,40 @@ Verdict = Literal["reproduced", "differs", "corrected"]
 
 
 def corrected(holds: bool, errata: str) -> tuple[Verdict, str]:
-    """Verdict and errata number of a claim that the errata correct, if what they say was measured now."""
+    """Return verdict and errata number of a claim that the errata correct.
+
+    Args:
+        holds: Whether the measurement agrees with the errata.
+        errata: The number in docs/errata.md.
+    """
     return ("corrected", errata) if holds else ("differs", "")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of the scorecard.  Every number in `measured` was computed when the row was."""
+    """One row of the scorecard. Every number in `measured` was computed when the row was created.
+
+    Attributes:
+        method: Name of the method.
+        claim: The claim in words.
+        source: Where the thesis makes the claim.
+        thesis: The thesis's figure.
+        measured: Our figure, measured now.
+        verdict: Comparison of the two.
+        errata: Number in docs/errata.md. "corrected" needs it; "differs" has it if the difference is known.
+        figure: A PNG file.
+        seconds: Time that the measurement took. The scorecard fills it in.
+    """
 
     method: str
-    claim: str  # in words
-    source: str  # where the thesis says so
-    thesis: str  # its figure
-    measured: str  # ours, now
+    claim: str
+    source: str
+    thesis: str
+    measured: str
     verdict: Verdict
-    errata: str = ""  # for "corrected", and for "differs" where it is known: the number in docs/errata.md
-    figure: bytes | None = None  # a PNG
-    seconds: float = 0.0  # that it took; the scorecard fills this in
+    errata: str = ""
+    figure: bytes | None = None
+    seconds: float = 0.0
 
     def __post_init__(self):
         if self.verdict == "corrected" and not self.errata:

@@ -1,4 +1,4 @@
-"""Chapter 5, Cohort-Squeeze: its figures in small, on 569 rows of breast cancer: logistic and ridge regression."""
+"""Chapter 5, Cohort-Squeeze: its figures in small, for logistic and ridge regression on 569 rows of breast cancer."""
 
 import itertools
 from dataclasses import replace
@@ -21,17 +21,25 @@ from experiments.cohort_squeeze import commands as experiment
 from experiments.scorecard.claims import Claim, corrected
 
 METHOD = "SPPM-AS"
-# Nine settings of K = 1, 2, 3, then of 4, 5, 6 and of 7, 8, 9: one compiled program for each solver.
+# The grid runs in blocks of nine settings: K = 1, 2, 3, then 4, 5, 6, then 7, 8, 9. Each solver compiles one program.
 SETTINGS = experiment.Settings(
-    datasets=("breast_cancer",), clusters=4, per_cluster=5, gammas=(1.0, 100.0, 1000.0), most_local=9, cap=60, seeds=2,
-    absolute=(0.1,), relative=(), progress=False,
-)  # fmt: skip
+    datasets=("breast_cancer",),
+    clusters=4,
+    per_cluster=5,
+    gammas=(1.0, 100.0, 1000.0),
+    most_local=9,
+    cap=60,
+    seeds=2,
+    absolute=(0.1,),
+    relative=(),
+    progress=False,
+)
 GAMMAS, ROUNDS, SEEDS = (1.0, 100.0, 1e5), 160, 4
 
 
 @cache
 def costs() -> dict[str, dict]:
-    """The row of `experiments.cohort_squeeze cost` for two solvers, against the same runs of LocalGD"""
+    """Return the row of `experiments.cohort_squeeze cost` for each of two solvers, against the same runs of LocalGD."""
     found: dict[str, dict] = {}
     one, rival = experiment.problem("breast_cancer", SETTINGS), None
     with TemporaryDirectory() as folder:
@@ -45,7 +53,10 @@ def costs() -> dict[str, dict]:
 
 @cache
 def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
-    """The same clients' least squares with mu/2 |x|^2, whose prox is a linear system; and their clusters"""
+    """Return ridge regression on the data of the same clients, and their clusters.
+
+    The objective is least squares with mu/2 |x|^2, whose prox is a linear system.
+    """
     one = experiment.problem("breast_cancer", SETTINGS)
     A = [one.dataset.features[ids] for ids in one.rows]
     H = np.stack([a.T @ a / len(a) + SETTINGS.mu * np.eye(a.shape[1]) for a in A])
@@ -54,7 +65,7 @@ def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
 
 
 def exact(oracle, x, budget, tolerance) -> solvers.Result:
-    """The minimiser of a quadratic, by one Newton step"""
+    """Return the minimizer of a quadratic by one Newton step. The signature is that of a solver of `prox.solvers`."""
     here = solvers.evaluate(oracle, x)
     found = x - jnp.linalg.solve(oracle.hessian(x), here.grad)
     zero = jnp.zeros((), jnp.int32)
@@ -62,7 +73,7 @@ def exact(oracle, x, budget, tolerance) -> solvers.Result:
 
 
 def distances(algorithm, hparams: list) -> np.ndarray:
-    """[setting, round]: |x - x*|^2 on the ridge problem, mean over seeds"""
+    """Return |x - x*|^2 on the ridge problem [setting, round], as mean over seeds."""
     problem, _ = ridge()
     optimum = quadratic.optimum(problem).params
     state = algorithm.init(jnp.ones(len(optimum)), jnp.arange(len(problem.H)))
@@ -75,12 +86,14 @@ def distances(algorithm, hparams: list) -> np.ndarray:
 
 @cache
 def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
-    """SPPM-AS with an exact prox: three samplings, each for all of GAMMAS"""
+    """Run SPPM-AS with an exact prox: three samplings, each for all GAMMAS. Return sampling and distances by name."""
     problem, clusters = ridge()
     n, b = len(problem.H), len(clusters)
     kinds = {
-        "stratified": samplings.stratified(clusters), "nice": samplings.nice(n, b), "block": samplings.block_of(clusters, b),
-    }  # fmt: skip
+        "stratified": samplings.stratified(clusters),
+        "nice": samplings.nice(n, b),
+        "block": samplings.block_of(clusters, b),
+    }
     hparams = [sppm_as.HParams(gamma, 1) for gamma in GAMMAS]
     return {
         name: (sampling, distances(sppm_as.sppm_as(quadratic.loss, sampling, lambda h: exact), hparams))
@@ -89,6 +102,7 @@ def proximal() -> dict[str, tuple[samplings.Sampling, np.ndarray]]:
 
 
 def settled(curve: np.ndarray) -> float:
+    """Return the mean of the second half of a curve."""
     return float(curve[-ROUNDS // 2 :].mean())
 
 
@@ -103,33 +117,48 @@ def neighbourhoods() -> Claim:
     order = [rows[name][0] for name in ("stratified", "nice", "block")]
     good = order == sorted(order) and all(found <= bound for found, bound in rows.values())
     return Claim(
-        METHOD, "Stratified sampling settles nearest to the optimum", "Fig. 5.3, L2262", "stratified below nice below block",
-        ", ".join(f"{name} {found:.2e} (bound {bound:.2e})" for name, (found, bound) in rows.items()) + " (ridge regression, exact prox)",
+        METHOD,
+        "Stratified sampling settles nearest to the optimum",
+        "Fig. 5.3, L2262",
+        "stratified below nice below block",
+        ", ".join(f"{name} {found:.2e} (bound {bound:.2e})" for name, (found, bound) in rows.items())
+        + " (ridge regression, exact prox)",
         "reproduced" if good else "differs",
-    )  # fmt: skip
+    )
 
 
 def local_rounds_pay() -> Claim:
     row = costs()["bfgs"]
     many = row["iterations_K"] > 1
     return Claim(
-        METHOD, "Several local rounds per cohort lower the total cost TK", "Fig. 5.1, L1962",
+        METHOD,
+        "Several local rounds per cohort lower the total cost TK",
+        "Fig. 5.1, L1962",
         "10 against 39 for LocalGD (a6a)",
-        f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), {row['evaluations']:.0f} evaluations; "
+        f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), "
+        f"{row['evaluations']:.0f} evaluations; "
         f"LocalGD tuned over the same grid {row['localgd']:.0f} (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if many and row["iterations"] < row["localgd"] else "differs", "" if many and row["iterations"] < row["localgd"] else "P15",
-    )  # fmt: skip
+        "reproduced" if many and row["iterations"] < row["localgd"] else "differs",
+        "" if many and row["iterations"] < row["localgd"] else "P15",
+    )
 
 
 def conjugate_gradients() -> Claim:
     rows = costs()
     fewer = rows["cg"]["iterations"] < rows["bfgs"]["iterations"]
     return Claim(
-        METHOD, "The prox by CG is cheaper than by BFGS", "L2300", "7 against 10 local rounds (a6a)",
-        "; ".join(f"{name.upper()} {row['iterations']:.1f} iterations, {row['evaluations']:.1f} evaluations" for name, row in rows.items())
+        METHOD,
+        "The prox by CG is cheaper than by BFGS",
+        "L2300",
+        "7 against 10 local rounds (a6a)",
+        "; ".join(
+            f"{name.upper()} {row['iterations']:.1f} iterations, {row['evaluations']:.1f} evaluations"
+            for name, row in rows.items()
+        )
         + " (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if fewer else "differs", "" if fewer else "P12",
-    )  # fmt: skip
+        "reproduced" if fewer else "differs",
+        "" if fewer else "P12",
+    )
 
 
 def larger_gamma() -> Claim:
@@ -137,11 +166,17 @@ def larger_gamma() -> Claim:
     rows = [(gamma, tables.first(curve, 0.01 * curve[0]), settled(curve)) for gamma, curve in zip(GAMMAS, curves)]
     good = rows[0][1] > rows[-1][1] and all(a[1] >= b[1] and a[2] < b[2] for a, b in itertools.pairwise(rows))
     return Claim(
-        METHOD, "A larger gamma is faster and settles farther away", "L4987", "faster, larger neighbourhood",
-        ", ".join(f"gamma = {gamma:g}: {first:g} rounds to a hundredth of the start, settles at {last:.1e}" for gamma, first, last in rows)
+        METHOD,
+        "A larger gamma is faster and settles farther away",
+        "L4987",
+        "faster, larger neighbourhood",
+        ", ".join(
+            f"gamma = {gamma:g}: {first:g} rounds to a hundredth of the start, settles at {last:.1e}"
+            for gamma, first, last in rows
+        )
         + " (ridge regression, exact prox)",
         "reproduced" if good else "differs",
-    )  # fmt: skip
+    )
 
 
 def against_gradient_methods() -> Claim:
@@ -153,11 +188,15 @@ def against_gradient_methods() -> Claim:
     others = {name: settled(curve) for name, curve in zip(("MB-GD", "MB-LocalGD"), curves)}
     ours = settled(ours[0])
     return Claim(
-        METHOD, "SPPM-SS settles nearer than MB-GD and MB-LocalGD", "Fig. 5.4, L2294", "a significantly smaller neighbourhood at gamma = 1",
+        METHOD,
+        "SPPM-SS settles nearer than MB-GD and MB-LocalGD",
+        "Fig. 5.4, L2294",
+        "a significantly smaller neighbourhood at gamma = 1",
         f"after {ROUNDS} rounds SPPM-SS {ours:.1e}, "
-        + ", ".join(f"{name} {found:.1e}" for name, found in others.items()) + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
+        + ", ".join(f"{name} {found:.1e}" for name, found in others.items())
+        + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
         "reproduced" if all(ours < found for found in others.values()) else "differs",
-    )  # fmt: skip
+    )
 
 
 def percentages() -> Claim:
@@ -165,10 +204,14 @@ def percentages() -> Claim:
     ours, theirs = theory.cost(0.1, 1, K=10, T=1), theory.localgd_cost(0.1, 1, T=39)
     hubs, printed = 1 - ours / theirs, 1 - ours / 39
     return Claim(
-        METHOD, "Hierarchical cost falls by 94.87 %", "L2343", "74.36 % flat, 94.87 % hierarchical",
-        f"{100 * flat:.2f} % and {100 * hubs:.2f} % by the stated formulas; {100 * printed:.2f} % if LocalGD is charged 39 instead of {theirs:.1f}",
+        METHOD,
+        "Hierarchical cost falls by 94.87 %",
+        "L2343",
+        "74.36 % flat, 94.87 % hierarchical",
+        f"{100 * flat:.2f} % and {100 * hubs:.2f} % by the stated formulas; {100 * printed:.2f} % if LocalGD is "
+        f"charged 39 instead of {theirs:.1f}",
         *corrected([round(100 * share, 2) for share in (flat, printed)] == [74.36, 94.87] and hubs > printed, "P11"),
-    )  # fmt: skip
+    )
 
 
 def averaged_prox() -> Claim:
@@ -184,10 +227,13 @@ def averaged_prox() -> Claim:
     printed = prox(alpha * gamma / (alpha + gamma), x_k)
     error, wrong = (float(np.linalg.norm(found - direct)) for found in (ours, printed))
     return Claim(
-        METHOD, "FedAvg-SPPM-AS is FedProx-SPPM-AS", "L4854", "equal",
+        METHOD,
+        "FedAvg-SPPM-AS is FedProx-SPPM-AS",
+        "L4854",
+        "equal",
         f"the printed prox is {wrong:.2f} off; with both anchors the error is {error:.0e}",
         *corrected(error < 1e-12 < 1e-2 < wrong, "P2"),
-    )  # fmt: skip
+    )
 
 
 def nice_example() -> Claim:
@@ -201,11 +247,22 @@ def nice_example() -> Claim:
     )
     good = np.allclose(values, (1 / 2, 1 / 3, 1 / 4))
     return Claim(
-        METHOD, "A bad clustering makes stratified sampling worse than nice; the best one makes it better", "Example L5566",
-        "1/2 against 1/3", f"{values[0]:.4f} against {values[1]:.4f}; best clustering {values[2]:.4f}", "reproduced" if good else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A bad clustering makes stratified sampling worse than nice; the best one makes it better",
+        "Example L5566",
+        "1/2 against 1/3",
+        f"{values[0]:.4f} against {values[1]:.4f}; best clustering {values[2]:.4f}",
+        "reproduced" if good else "differs",
+    )
 
 
 CLAIMS = [
-    neighbourhoods, local_rounds_pay, conjugate_gradients, larger_gamma, against_gradient_methods, percentages, averaged_prox, nice_example,
-]  # fmt: skip
+    neighbourhoods,
+    local_rounds_pay,
+    conjugate_gradients,
+    larger_gamma,
+    against_gradient_methods,
+    percentages,
+    averaged_prox,
+    nice_example,
+]

@@ -1,4 +1,4 @@
-"""What commjax itself promises: bits are bytes, sweeps are runs, runs resume."""
+"""The promises of commjax itself: counted bits are emitted bytes, a sweep equals its runs, a resumed run is exact."""
 
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,12 @@ from experiments.scorecard.claims import Claim
 
 METHOD = "core"
 N, D, ROUNDS = 10, 40, 60
-RANDOM = compressors.rand_k(4)  # every round draws, and its program compiles fast
+RANDOM = compressors.rand_k(4)  # it is random in every round, and its program compiles fast
 
 
 @cache
 def setting(compressor):
+    """Return data, algorithm, hyperparameters and initial state of EF-BV on a random quadratic."""
     problem = quadratic.random(0, N, D, mu=0.5, L=5.0)
     data = jax.tree.map(jnp.asarray, problem)
     algorithm = ef_bv.ef_bv(jax.value_and_grad(quadratic.loss), compressor)
@@ -29,11 +30,19 @@ def setting(compressor):
 
 
 def ledger_is_bytes() -> Claim:
-    """Replay a run message by message and weigh every one."""
+    """Replay a run message by message, and count the bytes of every message."""
     named = [
-        compressors.top_k(4), compressors.rand_k(4), compressors.comp(2, 20), compressors.mix(2, 3), compressors.m_nice(4),
-        compressors.perm_k(), compressors.natural(), compressors.dithering(4), compressors.ternary(), compressors.scaled_sign(),
-    ]  # fmt: skip
+        compressors.top_k(4),
+        compressors.rand_k(4),
+        compressors.comp(2, 20),
+        compressors.mix(2, 3),
+        compressors.m_nice(4),
+        compressors.perm_k(),
+        compressors.natural(),
+        compressors.dithering(4),
+        compressors.ternary(),
+        compressors.scaled_sign(),
+    ]
     gradients = jax.jit(jax.vmap(jax.grad(quadratic.loss), in_axes=(None, 0)))
     ledger = weighed = 0.0
     for compressor in named:
@@ -47,10 +56,14 @@ def ledger_is_bytes() -> Claim:
             state, metrics = step(key, hparams, state, data)
             ledger += float(metrics.bits_up)
     return Claim(
-        METHOD, "Every bit in a plot is a bit that an encoder emits", "ours",
-        "-", f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of {len(named)} compressors",
+        METHOD,
+        "Every bit in a plot is a bit that an encoder emits",
+        "ours",
+        "-",
+        f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of "
+        f"{len(named)} compressors",
         "reproduced" if abs(ledger - weighed) < 1e-6 else "differs",
-    )  # fmt: skip
+    )
 
 
 def sweep_is_runs() -> Claim:
@@ -61,9 +74,13 @@ def sweep_is_runs() -> Claim:
     single = [[runner.run(key, algorithm, h, state, data, ROUNDS)[1].loss for key in keys] for h in grid]
     difference = float(np.abs(np.asarray(swept.loss) - np.asarray(single)).max())
     return Claim(
-        METHOD, "A sweep over stepsizes and seeds is one program with the same results", "ours",
-        "-", f"largest difference to {2 * 3} single runs: {difference:.1e}", "reproduced" if difference < 1e-10 else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A sweep over stepsizes and seeds is one program with the same results",
+        "ours",
+        "-",
+        f"largest difference to {2 * 3} single runs: {difference:.1e}",
+        "reproduced" if difference < 1e-10 else "differs",
+    )
 
 
 def resume_is_exact() -> Claim:
@@ -78,9 +95,13 @@ def resume_is_exact() -> Claim:
         )
     equal = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed)))
     return Claim(
-        METHOD, "A run that was stopped goes on bit for bit", "ours",
-        "-", f"all {len(jax.tree.leaves(whole))} leaves of the state equal: {equal}", "reproduced" if equal else "differs",
-    )  # fmt: skip
+        METHOD,
+        "A run that was stopped goes on bit for bit",
+        "ours",
+        "-",
+        f"all {len(jax.tree.leaves(whole))} leaves of the state equal: {equal}",
+        "reproduced" if equal else "differs",
+    )
 
 
 CLAIMS = [ledger_is_bytes, sweep_is_runs, resume_is_exact]

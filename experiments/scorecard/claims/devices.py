@@ -1,4 +1,7 @@
-"""What commjax promises of devices: they do not change a result, and what travels between them is what the formula says."""
+"""The promises of commjax about devices.
+
+Devices do not change a result, and the bytes that travel between them are those of the formula.
+"""
 
 import json
 import os
@@ -9,9 +12,9 @@ from functools import cache
 from experiments.scorecard.claims import Claim
 
 METHOD = "devices"
-N, DEVICES = 10, (1, 2, 3, 4)  # 3 and 4 do not divide the clients
+N, DEVICES = 10, (1, 2, 3, 4)  # 3 and 4 do not divide the number of clients
 
-# Devices are simulated, which a process has to say before it first uses JAX: so in another one.
+# The devices are simulated. A process must request them before it first uses JAX, so the script runs in a new process.
 SCRIPT = f"""
 import json, warnings
 warnings.simplefilter("ignore")
@@ -34,7 +37,8 @@ wanted = runner.run(key, algorithm, hparams, state, data, 60)[0].server.params
 found = {{}}
 for devices in {DEVICES}:
     mesh = parallel.client_mesh(devices)
-    # The rows are padded first, as each process does it: {N} of them are clients.  What is measured is the program that runs.
+    # The rows are padded first, as each process does it: {N} of them are clients.  \
+What is measured is the program that runs.
     rows, even = parallel.pad_rows((state.clients, data), devices)
     begin = state._replace(clients=rows)
     program = parallel.compiled_run.lower(key, algorithm, hparams, begin, even, 60, mesh, n={N}).compile()
@@ -46,8 +50,14 @@ print(json.dumps([found, parallel.bytes_up(algorithm, hparams, state, data), flo
 
 @cache
 def measured() -> tuple[dict[str, tuple[float, int, int]], int, float]:
+    """Run the script.
+
+    Returns:
+        Number of devices -> (largest difference of the params, bytes, number of collectives); the bytes of the formula;
+        the largest param.
+    """
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(max(DEVICES)), "JAX_PLATFORMS": "cpu"}
-    # Five programs of 60 rounds: compiling is all the time it takes.
+    # The script has five programs of 60 rounds, and almost all of its time is compilation.
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -60,22 +70,29 @@ def devices_do_not_matter() -> Claim:
     found, _, size = measured()
     worst = max(difference for difference, _, _ in found.values())
     return Claim(
-        METHOD, "Devices do not change the result, also where they do not divide the clients", "ours",
-        "-", f"{N} clients, 60 rounds of EF-BV on {', '.join(found)} devices: parameters of size {size:.3f} differ by {worst:.1e} at most",
+        METHOD,
+        "Devices do not change the result, also where they do not divide the clients",
+        "ours",
+        "-",
+        f"{N} clients, 60 rounds of EF-BV on {', '.join(found)} devices: parameters of size {size:.3f} differ by "
+        f"{worst:.1e} at most",
         "reproduced" if worst < 1e-10 else "differs",
-    )  # fmt: skip
+    )
 
 
 def bytes_are_the_formula() -> Claim:
     found, formula, _ = measured()
-    several = {number: values for number, values in found.items() if number != "1"}  # one device has nobody to send to
+    several = {number: values for number, values in found.items() if number != "1"}  # one device sends nothing
     right = all(bytes_ == formula for _, bytes_, _ in several.values())
     texts = ", ".join(f"{number}: {bytes_} in {count}" for number, (_, bytes_, count) in several.items())
     return Claim(
-        METHOD, "A round reduces one message, its price and one loss over the devices", "ours",
-        f"{formula} bytes", f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",
+        METHOD,
+        "A round reduces one message, its price and one loss over the devices",
+        "ours",
+        f"{formula} bytes",
+        f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",
         "reproduced" if right else "differs",
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [devices_do_not_matter, bytes_are_the_formula]

@@ -1,4 +1,4 @@
-"""Chapter 2, EF-BV: on the embedded data set (569 rows of breast cancer, 100 clients), in about a minute."""
+"""Chapter 2, EF-BV, on the embedded data set (569 rows of breast cancer, 100 clients). It takes about a minute."""
 
 import math
 from dataclasses import replace
@@ -29,12 +29,13 @@ TARGETS = (0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
 
 @cache
 def breast_cancer(nonconvex: bool = False) -> experiment.Problem:
+    """Return the problem of the embedded data set."""
     return experiment.problem("breast_cancer", SETTINGS, nonconvex=nonconvex)
 
 
 @cache
 def compare(k_top: int | None = None, nonconvex: bool = False, rounds: int = SETTINGS.rounds):
-    """A run of both methods whose files nobody needs afterwards."""
+    """Run EF-BV and EF21, and return the record. The files of the runs are deleted."""
     with TemporaryDirectory() as folder:
         settings = replace(SETTINGS, out=Path(folder), rounds=rounds)
         return experiment.compare(
@@ -53,21 +54,26 @@ def comp_constants() -> Claim:
     stated, measured = certificate.stated, certificate.measured
     exact = math.isclose(stated.eta, measured.eta) and math.isclose(stated.omega, measured.omega)
     return Claim(
-        METHOD, "comp-(k,k') has relative bias sqrt((d-k')/d) and relative variance (k'-k)/k", "Prop. 5, L2898",
+        METHOD,
+        "comp-(k,k') has relative bias sqrt((d-k')/d) and relative variance (k'-k)/k",
+        "Prop. 5, L2898",
         f"eta = {stated.eta:.4f}, omega = {stated.omega:.4g} at d={d}, k={k}, k'={k_top}",
         f"eta = {measured.eta:.4f}, omega = {measured.omega:.4g}, all outcomes enumerated; both attained",
         "reproduced" if exact else "differs",
-    )  # fmt: skip
+    )
 
 
 def nice_constants() -> Claim:
     n, m = 3, 2
     certificate = compressors.certify(compressors.m_nice(m), 4, n)
     return Claim(
-        METHOD, "m-nice participation averages out: omega_ran = (n-m)/(m(n-1))", "L824-L833",
-        f"{(n - m) / (m * (n - 1)):.4f} at n={n}, m={m}", f"{certificate.measured.omega_ran:.4f}, enumerated, attained",
+        METHOD,
+        "m-nice participation averages out: omega_ran = (n-m)/(m(n-1))",
+        "L824-L833",
+        f"{(n - m) / (m * (n - 1)):.4f} at n={n}, m={m}",
+        f"{certificate.measured.omega_ran:.4f}, enumerated, attained",
         "reproduced" if math.isclose(certificate.measured.omega_ran, (n - m) / (m * (n - 1))) else "differs",
-    )  # fmt: skip
+    )
 
 
 def table_cells() -> Claim:
@@ -78,10 +84,13 @@ def table_cells() -> Claim:
     known = {("mushrooms", 1, 2, "lambda EF21"), ("phishing", 2, 1, "r"), ("a9a", 2, 1, "omega_ran")}
     found = {(c.dataset, c.k, c.xi, c.quantity) for c in wrong}
     return Claim(
-        METHOD, "The parameter table, stepsizes apart (those need the data: experiments.ef_bv table)", "Tab. 2.1, L3003",
-        f"{len(cells)} cells", f"{len(cells) - len(wrong)} re-derive, {len(wrong)} do not: {listed}",
+        METHOD,
+        "The parameter table, stepsizes apart (those need the data: experiments.ef_bv table)",
+        "Tab. 2.1, L3003",
+        f"{len(cells)} cells",
+        f"{len(cells) - len(wrong)} re-derive, {len(wrong)} do not: {listed}",
         *corrected(found == known, "E4"),
-    )  # fmt: skip
+    )
 
 
 def linear_rate() -> Claim:
@@ -117,16 +126,20 @@ def linear_rate() -> Claim:
     ratio = psi[visible] / bound[visible]
     worst = float(ratio[1:].max())
     return Claim(
-        METHOD, "E Psi^t <= max(1 - gamma mu, (1+r)/2)^t Psi^0 with nothing tuned", "Thm 2.1, L1018",
-        f"factor {rate:.6f} a round or less", f"Psi^t / bound at most {worst:.4g} after round 0 and {ratio[-1]:.2g} after {len(ratio)} rounds",
-        "reproduced" if worst <= 1 + 1e-6 else "differs", figure=plots.png(figure),
-    )  # fmt: skip
+        METHOD,
+        "E Psi^t <= max(1 - gamma mu, (1+r)/2)^t Psi^0 with nothing tuned",
+        "Thm 2.1, L1018",
+        f"factor {rate:.6f} a round or less",
+        f"Psi^t / bound at most {worst:.4g} after round 0 and {ratio[-1]:.2g} after {len(ratio)} rounds",
+        "reproduced" if worst <= 1 + 1e-6 else "differs",
+        figure=plots.png(figure),
+    )
 
 
 def fewer_bits() -> Claim:
     record = compare()
     rows = experiment.bits_to_targets(record, TARGETS)
-    ratios = [row["ratio"] for row in rows]  # 0 where only EF-BV arrives, infinite where only EF21 does
+    ratios = [row["ratio"] for row in rows]  # 0 if only EF-BV reaches the target, infinite if only EF21 does
     both = [row["ratio"] for row in rows if np.isfinite(row["bits"]).all()]
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
     experiment.panel(axes, record)
@@ -136,11 +149,14 @@ def fewer_bits() -> Claim:
     predicted = record.config["predicted"]
     won = len(both) >= 3 and max(ratios) < 1 and max(abs(ratio / predicted - 1) for ratio in both) < 0.15
     return Claim(
-        METHOD, "EF-BV always converges faster than EF21, by about sqrt(r_av/r)", "Fig. 2.2, L1195 and L3041",
+        METHOD,
+        "EF-BV always converges faster than EF21, by about sqrt(r_av/r)",
+        "Fig. 2.2, L1195 and L3041",
         f"ratio of bits {record.config['predicted']:.3f} predicted (n={SETTINGS.n}, comp-(1,{record.config['k_top']}))",
         ", ".join(f"{row['ratio']:.3f} at {row['fraction']:g}" for row in rows) + " of the first gap",
-        "reproduced" if won else "differs", figure=plots.png(figure),
-    )  # fmt: skip
+        "reproduced" if won else "differs",
+        figure=plots.png(figure),
+    )
 
 
 def bits_are_not_free() -> Claim:
@@ -149,11 +165,13 @@ def bits_are_not_free() -> Claim:
     x = jax.random.normal(jax.random.key(0), (d,), jnp.float32)
     emitted = 8 * len(compressor.encode(jax.random.key(1), x))
     return Claim(
-        METHOD, "The number of bits sent is proportional to t k", "Fig. 2.2, L1199",
+        METHOD,
+        "The number of bits sent is proportional to t k",
+        "Fig. 2.2, L1199",
         f"{conventions.legacy_bits('32k', d, k):g} bits a message at d={d}, k={k}",
         f"{emitted} bits leave the encoder: the position depends on the data and must be sent",
         *corrected(emitted == float(compressor.compress(jax.random.key(1), x).bits) > 32 * k, "E13"),
-    )  # fmt: skip
+    )
 
 
 def l_tilde() -> Claim:
@@ -164,10 +182,13 @@ def l_tilde() -> Claim:
     root_sum = problem.smoothness._replace(L_tilde=problem.smoothness.L_tilde * math.sqrt(n))
     wrong = ef_bv.theoretical(constants, root_sum).gamma
     return Claim(
-        METHOD, "L-tilde = sqrt(sum L_i^2) in the experiments", "L2991",
-        f"gamma = {wrong:.3e}", f"with the mean that the proof has, gamma = {right:.3e}, {right / wrong:.2f} times larger (n={n})",
+        METHOD,
+        "L-tilde = sqrt(sum L_i^2) in the experiments",
+        "L2991",
+        f"gamma = {wrong:.3e}",
+        f"with the mean that the proof has, gamma = {right:.3e}, {right / wrong:.2f} times larger (n={n})",
         *corrected(math.sqrt(n) / 2 < right / wrong <= math.sqrt(n), "E1"),
-    )  # fmt: skip
+    )
 
 
 def trace_bound() -> Claim:
@@ -175,10 +196,14 @@ def trace_bound() -> Claim:
     rows = partition.blocks(len(dataset.labels), SETTINGS.n, seed=SETTINGS.seed)
     exact, bound = logistic.constants(dataset, rows, 0.1), logistic.trace_bound(dataset, rows, 0.1)
     return Claim(
-        METHOD, "L_i = mu + (1/4N_i) sum |a_ij|^2 is the smoothness constant", "L2991",
-        f"L-tilde = {bound.L_tilde:.3f}", f"the largest eigenvalue gives L-tilde = {exact.L_tilde:.3f}: the formula is a bound, {bound.L_tilde / exact.L_tilde:.2f} times too large",
+        METHOD,
+        "L_i = mu + (1/4N_i) sum |a_ij|^2 is the smoothness constant",
+        "L2991",
+        f"L-tilde = {bound.L_tilde:.3f}",
+        f"the largest eigenvalue gives L-tilde = {exact.L_tilde:.3f}: the formula is a bound, "
+        f"{bound.L_tilde / exact.L_tilde:.2f} times too large",
         *corrected(bool(np.all(bound.L_i >= exact.L_i)) and bound.L_tilde > 1.05 * exact.L_tilde, "E3"),
-    )  # fmt: skip
+    )
 
 
 def nonconvex_bound() -> Claim:
@@ -191,20 +216,26 @@ def nonconvex_bound() -> Claim:
     # h_i^0 = grad f_i(x^0), so G^0 = 0; the loss is at least 0.
     bound = theory.nonconvex_bound(record.metrics["loss"][0, 0, 0], 0.0, hparams.gamma, 0.0, rounds)
     return Claim(
-        METHOD, "E |grad f|^2 at a random iterate <= 2 (f(x^0) - f_inf) / (gamma t)", "Thm 2.3, L1130",
-        f"at most {bound:.4g} after {rounds} rounds (f_inf >= 0)", f"{average:.4g}",
+        METHOD,
+        "E |grad f|^2 at a random iterate <= 2 (f(x^0) - f_inf) / (gamma t)",
+        "Thm 2.3, L1130",
+        f"at most {bound:.4g} after {rounds} rounds (f_inf >= 0)",
+        f"{average:.4g}",
         "reproduced" if average <= bound else "differs",
-    )  # fmt: skip
+    )
 
 
 def top_k_is_ef21() -> Claim:
     record = compare(k_top=1, rounds=500)
     difference = np.abs(record.metrics["loss"][0] - record.metrics["loss"][1]).max()
     return Claim(
-        METHOD, "For k' = k (top-k) EF21 and EF-BV are the same algorithm", "L3047",
-        "the same", f"largest difference of the two losses over {record.config['num_rounds']} rounds: {difference:.1e}",
+        METHOD,
+        "For k' = k (top-k) EF21 and EF-BV are the same algorithm",
+        "L3047",
+        "the same",
+        f"largest difference of the two losses over {record.config['num_rounds']} rounds: {difference:.1e}",
         "reproduced" if difference < 1e-12 else "differs",
-    )  # fmt: skip
+    )
 
 
 def smaller_lead() -> Claim:
@@ -216,11 +247,14 @@ def smaller_lead() -> Claim:
         ratios[k_top] = (reached[-1]["ratio"], record.config["predicted"])
     values = [measured for measured, _ in ratios.values()]
     return Claim(
-        METHOD, "The difference between EF-BV and EF21 is smaller when k' is smaller", "L3047",
-        ", ".join(f"{predicted:.3f}" for _, predicted in ratios.values()) + f" predicted for k' = {', '.join(map(str, ratios))}",
+        METHOD,
+        "The difference between EF-BV and EF21 is smaller when k' is smaller",
+        "L3047",
+        ", ".join(f"{predicted:.3f}" for _, predicted in ratios.values())
+        + f" predicted for k' = {', '.join(map(str, ratios))}",
         ", ".join(f"{value:.3f}" for value in values),
         "reproduced" if values == sorted(values, reverse=True) else "differs",
-    )  # fmt: skip
+    )
 
 
 def diana_with_bias() -> Claim:
@@ -239,13 +273,26 @@ def diana_with_bias() -> Claim:
     )
     first, last = (float(value) - problem.floor for value in (metrics.loss[0], metrics.loss[-1]))
     return Claim(
-        METHOD, "DIANA (nu = 1) converges linearly with biased compressors too", "Thm of App. B, L2911",
-        "linear", f"gap {first:.3g} to {last:.3g} in {rounds} rounds with mix-(3,6), gamma = {hparams.gamma:.3g} from theory",
+        METHOD,
+        "DIANA (nu = 1) converges linearly with biased compressors too",
+        "Thm of App. B, L2911",
+        "linear",
+        f"gap {first:.3g} to {last:.3g} in {rounds} rounds with mix-(3,6), gamma = {hparams.gamma:.3g} from theory",
         "reproduced" if last < 1e-6 * first else "differs",
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [
-    comp_constants, nice_constants, table_cells, linear_rate, fewer_bits, top_k_is_ef21, smaller_lead, diana_with_bias,
-    nonconvex_bound, bits_are_not_free, l_tilde, trace_bound,
-]  # fmt: skip
+    comp_constants,
+    nice_constants,
+    table_cells,
+    linear_rate,
+    fewer_bits,
+    top_k_is_ef21,
+    smaller_lead,
+    diana_with_bias,
+    nonconvex_bound,
+    bits_are_not_free,
+    l_tilde,
+    trace_bound,
+]

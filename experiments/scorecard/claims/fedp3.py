@@ -1,4 +1,4 @@
-"""The claims of Chapter 4 about FedP3 itself: counts, special cases, and what leaves a client."""
+"""The claims of Chapter 4 about FedP3 itself: counts, special cases, and the contents of the uploads."""
 
 from functools import cache
 
@@ -23,11 +23,13 @@ N, ROWS = 8, 12
 
 @cache
 def small():
-    """Eight clients with rows of noise, and a network of five layers."""
+    """Return eight clients with random rows, and a network of five layers: data, problem, params, layers."""
     rng = np.random.default_rng(0)
     data = Examples(
-        jnp.asarray(rng.standard_normal((N, ROWS, 16))), jnp.asarray(rng.integers(0, 10, (N, ROWS)), jnp.int32), jnp.full((N, ROWS), 1 / ROWS)
-    )  # fmt: skip
+        jnp.asarray(rng.standard_normal((N, ROWS, 16))),
+        jnp.asarray(rng.integers(0, 10, (N, ROWS)), jnp.int32),
+        jnp.full((N, ROWS), 1 / ROWS),
+    )
     problem = networks.classification(layered.LayeredMlp(widths=(12, 10, 8, 8), dtype=jnp.float64))
     params = problem.init(jax.random.key(0), data.inputs[0, :1])
     return data, problem, params, layered.layers(params)
@@ -48,21 +50,29 @@ def percentages() -> Claim:
     axes.set_ylabel("params")
     axes.legend()
     return Claim(
-        METHOD, "A client that trains fc1 sends 10,815 times as much as one that trains conv1 (CIFAR10); 1522.91, 13749.46, 30.23 elsewhere",
-        "L1825, L4037", "ratios 10815, 1522.91, 13749.46, 30.23",
-        f"{', '.join(format(row['spread'], '.2f') for row in found.values())}: all are 100 (max - min) / min of params(layer) + params(ffc); {most / least:.2f} times as much on CIFAR10",
-        *corrected(right, "F1"), figure=plots.png(figure),
-    )  # fmt: skip
+        METHOD,
+        "A client that trains fc1 sends 10,815 times as much as one that trains conv1 (CIFAR10); 1522.91, "
+        "13749.46, 30.23 elsewhere",
+        "L1825, L4037",
+        "ratios 10815, 1522.91, 13749.46, 30.23",
+        f"{', '.join(format(row['spread'], '.2f') for row in found.values())}: all are 100 (max - min) / min of "
+        f"params(layer) + params(ffc); {most / least:.2f} times as much on CIFAR10",
+        *corrected(right, "F1"),
+        figure=plots.png(figure),
+    )
 
 
 def deployed() -> Claim:
     sizes = experiment.count("CIFAR10", 0.5)["deployed"]
     larger, smaller = plans.relative_spread(sizes), 100 * (1 - min(sizes) / max(sizes))
     return Claim(
-        METHOD, "At keep ratio 0.5 the model of a conv1 client is 57.93 % smaller than that of an fc1 client", "L4037",
-        "57.93 % smaller", f"the fc1 client's is {larger:.2f} % larger, the conv1 client's {smaller:.2f} % smaller",
+        METHOD,
+        "At keep ratio 0.5 the model of a conv1 client is 57.93 % smaller than that of an fc1 client",
+        "L4037",
+        "57.93 % smaller",
+        f"the fc1 client's is {larger:.2f} % larger, the conv1 client's {smaller:.2f} % smaller",
         *corrected(round(larger, 2) == 57.93, "F3"),
-    )  # fmt: skip
+    )
 
 
 def shares() -> Claim:
@@ -74,10 +84,14 @@ def shares() -> Claim:
     ]
     agree = np.allclose(sent, drawn, atol=1.5)
     return Claim(
-        METHOD, "OPU3, OPU2 and LowerB save 20, 40 and 60 % of the communication; only 80 % of the parameters are sent", "L1824",
-        "80, 60 and 40 %", f"of the layers; of the params {sent[0]:.2f}, {sent[1]:.2f} and {sent[2]:.2f} % in expectation ({drawn[0]:.1f}, {drawn[1]:.1f}, {drawn[2]:.1f} over 5,000 drawn clients), uplink only",
+        METHOD,
+        "OPU3, OPU2 and LowerB save 20, 40 and 60 % of the communication; only 80 % of the parameters are sent",
+        "L1824",
+        "80, 60 and 40 %",
+        f"of the layers; of the params {sent[0]:.2f}, {sent[1]:.2f} and {sent[2]:.2f} % in expectation "
+        f"({drawn[0]:.1f}, {drawn[1]:.1f}, {drawn[2]:.1f} over 5,000 drawn clients), uplink only",
         *corrected([round(share, 2) for share in sent] == [75.09, 50.18, 25.27] and agree, "F5"),
-    )  # fmt: skip
+    )
 
 
 def is_fedavg() -> Claim:
@@ -93,10 +107,13 @@ def is_fedavg() -> Claim:
     apart = float(np.abs(ends[0] - ends[1]).max())
     moved = float(np.abs(ends[1] - np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])).max())
     return Claim(
-        METHOD, "With all layers and no pruning it is FedAvg", "Alg. FedP3, L1657",
-        "the same method", f"largest difference {apart:.1e} after 10 rounds of 3 local steps that moved params by up to {moved:.2f}",
+        METHOD,
+        "With all layers and no pruning it is FedAvg",
+        "Alg. FedP3, L1657",
+        "the same method",
+        f"largest difference {apart:.1e} after 10 rounds of 3 local steps that moved params by up to {moved:.2f}",
         "reproduced" if apart < 1e-12 < moved else "differs",
-    )  # fmt: skip
+    )
 
 
 def never_leaves() -> Claim:
@@ -115,10 +132,14 @@ def never_leaves() -> Claim:
         sent += len(numbers) - sum(leaf.size for leaf in jax.tree.leaves(own))
     exact = 8 * len(up) == fedp3.ledger(plan, params)["up"][1]
     return Claim(
-        METHOD, "Only the layers of L_i are sent to the server", "line 12 of Alg. FedP3, L1672",
-        "nothing else leaves", f"{foreign} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
+        METHOD,
+        "Only the layers of L_i are sent to the server",
+        "line 12 of Alg. FedP3, L1672",
+        "nothing else leaves",
+        f"{foreign} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the "
+        f"ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
         "reproduced" if foreign == outside == sent == 0 and exact else "differs",
-    )  # fmt: skip
+    )
 
 
 def weights() -> Claim:
@@ -129,10 +150,14 @@ def weights() -> Claim:
     found = float(aggregation.joined(six, sent, aggregation.weights(logits, jnp.asarray(plan.trained)))["a"])
     printed = (2 * 10 + 6 * 20) / plan.trained.sum()
     return Claim(
-        METHOD, "Weighted averaging: alpha_i = |L_i| / sum_j |L_j| over all clients", "L1726, L1918",
-        "an average", f"clients with 2 and 6 layers that sent 10 and 20 give {printed:.2f} as printed (weights sum to {8 / 12:.2f}, the layer shrinks every round), {found:.2f} normalised over the layer's holders",
+        METHOD,
+        "Weighted averaging: alpha_i = |L_i| / sum_j |L_j| over all clients",
+        "L1726, L1918",
+        "an average",
+        f"clients with 2 and 6 layers that sent 10 and 20 give {printed:.2f} as printed (weights sum to "
+        f"{8 / 12:.2f}, the layer shrinks every round), {found:.2f} normalised over the layer's holders",
         *corrected(abs(found - 17.5) < 1e-12 and abs(printed - 35 / 3) < 1e-12, "F8"),
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [percentages, deployed, shares, is_fedavg, never_leaves, weights]

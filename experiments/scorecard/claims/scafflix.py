@@ -1,4 +1,4 @@
-"""Chapter 3, Scafflix: quadratics, 569 rows of breast cancer on 8 clients, and scikit-learn's digits on 20."""
+"""Chapter 3, Scafflix, on quadratics, on 569 rows of breast cancer (8 clients), and on digits (20 clients)."""
 
 from dataclasses import replace
 from functools import cache
@@ -27,14 +27,14 @@ SETTINGS = experiment.Settings(
 
 
 def in_a_folder(function, settings):
-    """A run whose files nobody needs afterwards."""
+    """Call a sub-command with a temporary output folder, which is deleted."""
     with TemporaryDirectory() as folder:
         return function(replace(settings, out=Path(folder)))
 
 
 @cache
 def quadratics():
-    """Three clients of R^5 with alpha = (0.3, 0.6, 1), exact optima."""
+    """Return three clients in R^5 with alpha = (0.3, 0.6, 1): data, alpha, exact optimum, L_i, mu_i."""
     data = quadratic.random(0, 3, 5, mu=0.5, L=4.0)
     alpha = np.array([0.3, 0.6, 1.0])
     H = data.H * (alpha**2)[:, None, None]
@@ -44,7 +44,7 @@ def quadratics():
 
 
 def converged(shift) -> tuple[np.ndarray, np.ndarray]:
-    """(x after 400 rounds, x*) from h^0 = shift, put into the state by hand."""
+    """Return x after 400 rounds from h^0 = `shift`, and x*. `shift` is put into the state directly."""
     data, alpha, optimum, L_i, mu = quadratics()
     algorithm = scafflix.scafflix(jax.value_and_grad(quadratic.loss))
     state = algorithm.init(jnp.zeros(5), jnp.arange(3), optimum=data.c)
@@ -59,9 +59,15 @@ def square_root() -> Claim:
     for kappa in kappas:
         data = scafflix_condition.spread_quadratics(kappa, 8, 20, 0)
         _, ours, plain = scafflix_condition.rounds_to_accuracy(
-            gradient, jax.tree.map(jnp.asarray, data), quadratic.constants(data), 1 / kappa,
-            data.c, quadratic.optimum(data).params, SETTINGS, length=scafflix_condition.length_for(kappas[-1]),
-        )  # fmt: skip
+            gradient,
+            jax.tree.map(jnp.asarray, data),
+            quadratic.constants(data),
+            1 / kappa,
+            data.c,
+            quadratic.optimum(data).params,
+            SETTINGS,
+            length=scafflix_condition.length_for(kappas[-1]),
+        )
         found["Scafflix"].append(ours)
         found["GD"].append(plain)
     slopes = {name: scafflix_condition.slope(kappas, rounds) for name, rounds in found.items()}
@@ -79,10 +85,14 @@ def square_root() -> Claim:
     axes.legend()
     good = 0.4 < slopes["Scafflix"] < 0.6 and 0.85 < slopes["GD"] < 1.15
     return Claim(
-        METHOD, "Communication rounds grow like sqrt(kappa_max), those of GD like kappa", "Cor. 1, L1386",
-        "slopes 0.5 and 1", f"slopes {slopes['Scafflix']:.3f} and {slopes['GD']:.3f} for kappa = 10 to 1,000, p and stepsizes from theory",
-        "reproduced" if good else "differs", figure=plots.png(figure),
-    )  # fmt: skip
+        METHOD,
+        "Communication rounds grow like sqrt(kappa_max), those of GD like kappa",
+        "Cor. 1, L1386",
+        "slopes 0.5 and 1",
+        f"slopes {slopes['Scafflix']:.3f} and {slopes['GD']:.3f} for kappa = 10 to 1,000, p and stepsizes from theory",
+        "reproduced" if good else "differs",
+        figure=plots.png(figure),
+    )
 
 
 def double_acceleration() -> Claim:
@@ -91,11 +101,14 @@ def double_acceleration() -> Claim:
     rounds = [row["scafflix"] for row in rows]
     falling = all(np.diff(rounds) >= 0) and all(np.diff([row["gd"] for row in rows]) >= 0)
     return Claim(
-        METHOD, "Local training and personalization both save communication", "Fig. 3.1, L1440",
+        METHOD,
+        "Local training and personalization both save communication",
+        "Fig. 3.1, L1440",
         "fewer rounds than GD, and fewer for smaller alpha",
-        f"{min(ratios):.2f} to {max(ratios):.2f} of GD's rounds; {rounds[0]:.0f} rounds at alpha = {rows[0]['alpha']} to {rounds[-1]:.0f} at {rows[-1]['alpha']} (label-wise split)",
+        f"{min(ratios):.2f} to {max(ratios):.2f} of GD's rounds; {rounds[0]:.0f} rounds at alpha = "
+        f"{rows[0]['alpha']} to {rounds[-1]:.0f} at {rows[-1]['alpha']} (label-wise split)",
         "reproduced" if max(ratios) < 1 and falling else "differs",
-    )  # fmt: skip
+    )
 
 
 def linear_rate() -> Claim:
@@ -118,10 +131,13 @@ def linear_rate() -> Claim:
     zeta = theory.rate(hparams.gamma, mu, hparams.p)
     ratio = mean / (mean[0] * (1 - zeta) ** np.arange(60))
     return Claim(
-        METHOD, "E Psi^t <= (1 - zeta)^t Psi^0, zeta = min(min gamma_i mu_i, p^2), whatever the alpha_i", "Thm 3.1, L1343",
-        f"factor {1 - zeta:.4f} an iteration or less", f"Psi^t / bound at most {ratio[1:].max():.4f} after iteration 0, mean of 400 runs, alpha = (0.3, 0.6, 1)",
+        METHOD,
+        "E Psi^t <= (1 - zeta)^t Psi^0, zeta = min(min gamma_i mu_i, p^2), whatever the alpha_i",
+        "Thm 3.1, L1343",
+        f"factor {1 - zeta:.4f} an iteration or less",
+        f"Psi^t / bound at most {ratio[1:].max():.4f} after iteration 0, mean of 400 runs, alpha = (0.3, 0.6, 1)",
         "reproduced" if ratio[1:].max() <= 1 else "differs",
-    )  # fmt: skip
+    )
 
 
 def invariant() -> Claim:
@@ -131,10 +147,13 @@ def invariant() -> Claim:
     ours = rows - (alpha @ rows) / alpha.sum()  # sum alpha_i h_i = 0
     wrong, right = (float(np.linalg.norm(np.subtract(*converged(jnp.asarray(shift))))) for shift in (printed, ours))
     return Claim(
-        METHOD, "The control variates must start with sum h_i = 0", "Alg. 3.1, L1267",
-        "converges to x*", f"ends {wrong:.2g} away from x*; with sum alpha_i h_i = 0 it is {right:.1e}",
+        METHOD,
+        "The control variates must start with sum h_i = 0",
+        "Alg. 3.1, L1267",
+        "converges to x*",
+        f"ends {wrong:.2g} away from x*; with sum alpha_i h_i = 0 it is {right:.1e}",
         *corrected(wrong > 1e-3 and right < 1e-8, "S1"),
-    )  # fmt: skip
+    )
 
 
 def fixed_point() -> Claim:
@@ -144,10 +163,14 @@ def fixed_point() -> Claim:
     stuck, _ = converged(slopes)
     fixed, optimum = converged(scafflix.admissible_shift(slopes, alpha))
     return Claim(
-        METHOD, "h_i^0 = grad f_i(xtilde_i^0) is an initialisation with small Psi^0", "L1416",
-        "converges", f"|x - x^0| = {np.linalg.norm(stuck):.1g} after 400 rounds: it never moves; centred, it ends {np.linalg.norm(fixed - optimum):.1e} from x*",
+        METHOD,
+        "h_i^0 = grad f_i(xtilde_i^0) is an initialisation with small Psi^0",
+        "L1416",
+        "converges",
+        f"|x - x^0| = {np.linalg.norm(stuck):.1g} after 400 rounds: it never moves; centred, it ends "
+        f"{np.linalg.norm(fixed - optimum):.1e} from x*",
         *corrected(bool(np.linalg.norm(stuck) < 1e-8 and np.linalg.norm(fixed - optimum) < 1e-8), "S2"),
-    )  # fmt: skip
+    )
 
 
 def no_global_part() -> Claim:
@@ -161,20 +184,26 @@ def no_global_part() -> Claim:
     optimum = np.linalg.solve(H.sum(axis=0), np.einsum("nij,nj->i", H, np.asarray(data.c)))
     error = float(np.linalg.norm(np.asarray(state.server.params) - optimum))
     return Claim(
-        METHOD, "alpha_i in [0, 1]", "L1244 and line 9 of Alg. 3.1",
-        "division by alpha_i", f"with alpha_0 = 0 our form without the division ends {error:.1e} from x*, client 0 at its own optimum",
+        METHOD,
+        "alpha_i in [0, 1]",
+        "L1244 and line 9 of Alg. 3.1",
+        "division by alpha_i",
+        f"with alpha_0 = 0 our form without the division ends {error:.1e} from x*, client 0 at its own optimum",
         *corrected(error < 1e-8, "S4"),
-    )  # fmt: skip
+    )
 
 
 def individual_stepsizes() -> Claim:
     rows = in_a_folder(experiment.stepsizes, SETTINGS)
     saved = [row["individual"] / row["global"] for row in rows]
     return Claim(
-        METHOD, "Individual stepsizes 1/L_i generally do better than one for all", "Fig. 3.5, L1577",
-        "fewer rounds", f"{min(saved):.2f} to {max(saved):.2f} of the rounds (feature-wise split, {len(rows)} alphas)",
+        METHOD,
+        "Individual stepsizes 1/L_i generally do better than one for all",
+        "Fig. 3.5, L1577",
+        "fewer rounds",
+        f"{min(saved):.2f} to {max(saved):.2f} of the rounds (feature-wise split, {len(rows)} alphas)",
         "reproduced" if np.mean(saved) <= 1 else "differs",
-    )  # fmt: skip
+    )
 
 
 def smaller_p() -> Claim:
@@ -182,11 +211,16 @@ def smaller_p() -> Claim:
     best = min(rows, key=lambda row: row["rounds"])
     small = rows[0]
     return Claim(
-        METHOD, "A smaller p facilitates faster convergence", "L1566",
-        "the smaller the better", f"{small['rounds']:.0f} rounds at p = {small['p']:.3f}, {best['rounds']:.0f} at {best['p']:.3f}, "
-        f"{rows[-1]['rounds']:.0f} at 1; iterations {small['iterations']:.0f}, {best['iterations']:.0f}, {rows[-1]['iterations']:.0f}: below sqrt(min gamma mu) = {best['theory']:.3f} rounds stop falling and iterations explode",
+        METHOD,
+        "A smaller p facilitates faster convergence",
+        "L1566",
+        "the smaller the better",
+        f"{small['rounds']:.0f} rounds at p = {small['p']:.3f}, {best['rounds']:.0f} at {best['p']:.3f}, "
+        f"{rows[-1]['rounds']:.0f} at 1; iterations {small['iterations']:.0f}, {best['iterations']:.0f}, "
+        f"{rows[-1]['iterations']:.0f}: below sqrt(min gamma mu) = {best['theory']:.3f} rounds stop falling and "
+        "iterations explode",
         *corrected(small["rounds"] > best["rounds"] and small["iterations"] > 2 * best["iterations"], "S7"),
-    )  # fmt: skip
+    )
 
 
 def generalisation() -> Claim:
@@ -198,15 +232,26 @@ def generalisation() -> Claim:
     lead = scores["Scafflix"] - max(score for name, score in scores.items() if name != "Scafflix")
     noise = max(row["std"] for row in rows.values())
     return Claim(
-        METHOD, "Scafflix generalises better than its rivals", "Fig. 3.2, L1517",
+        METHOD,
+        "Scafflix generalises better than its rivals",
+        "Fig. 3.2, L1517",
         "best of Scafflix, FLIX, FedAvg on FEMNIST and Shakespeare",
-        ", ".join(f"{name} {score:.1f} %" for name, score in scores.items()) + f" on digits (20 clients of 3 classes, 2 seeds, deviation up to {noise:.1f}); "
+        ", ".join(f"{name} {score:.1f} %" for name, score in scores.items())
+        + f" on digits (20 clients of 3 classes, 2 seeds, deviation up to {noise:.1f}); "
         "the local optima alone, which send nothing, belong into the comparison",
-        "reproduced" if lead > noise else "differs", "" if lead > noise else "S11",
-    )  # fmt: skip
+        "reproduced" if lead > noise else "differs",
+        "" if lead > noise else "S11",
+    )
 
 
 CLAIMS = [
-    square_root, double_acceleration, linear_rate, invariant, fixed_point, no_global_part, individual_stepsizes, smaller_p,
+    square_root,
+    double_acceleration,
+    linear_rate,
+    invariant,
+    fixed_point,
+    no_global_part,
+    individual_stepsizes,
+    smaller_p,
     generalisation,
-]  # fmt: skip
+]

@@ -1,4 +1,4 @@
-"""The wire: a federation that exchanges nothing but sealed bytes, and the simulation beside it."""
+"""The wire: a federation that exchanges only sealed bytes, compared with the simulation."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ N, D, ROUNDS = 4, 40, 12
 
 
 def wire_changes_nothing() -> Claim:
-    """Encode, seal, open, decode, round by round; every client alone with its row, as on Flower."""
+    """Encode, seal, open and decode every message of every round.
+
+    Each client has only its own row, as on Flower.
+    """
     named = [compressors.comp(2, 20), compressors.dithering(4), compressors.m_nice(2, compressors.top_k(3))]
     problem = quadratic.random(0, N, D, mu=0.5, L=5.0)
     data = jax.tree.map(jnp.asarray, problem)
@@ -42,11 +45,16 @@ def wire_changes_nothing() -> Claim:
             ledger += float(metrics.bits_up)
             header += 8 * report.header_bytes / N
     return Claim(
-        METHOD, "The wire does not change the result", "ours",
-        "-", f"params differ from the simulation's by at most {gap:.1e} in {ROUNDS} rounds of {len(named)} compressors (bit for bit with one client "
-        f"a device, tests/federation/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger {ledger:.0f}; envelopes, both ways, {header:.0f} more",
+        METHOD,
+        "The wire does not change the result",
+        "ours",
+        "-",
+        f"params differ from the simulation's by at most {gap:.1e} in {ROUNDS} rounds of {len(named)} compressors "
+        "(bit for bit with one client "
+        f"a device, tests/federation/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger "
+        f"{ledger:.0f}; envelopes, both ways, {header:.0f} more",
         "reproduced" if gap < 1e-12 and weighed == ledger else "differs",
-    )  # fmt: skip
+    )
 
 
 CLAIMS = [wire_changes_nothing]
