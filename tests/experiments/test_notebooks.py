@@ -15,7 +15,6 @@ NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.setenv("COMMJAX_TINY", "1")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # half of the time: tiny runs are mostly compilation
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     notebook = nbformat.read(path, as_version=4)

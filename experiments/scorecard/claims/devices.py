@@ -57,8 +57,6 @@ def measured() -> tuple[dict[str, tuple[float, int, int]], int, float]:
         the largest param.
     """
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(max(DEVICES)), "JAX_PLATFORMS": "cpu"}
-    # The script has five programs of 60 rounds, and almost all of its time is compilation.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the run on simulated devices failed: {done.stderr[-2000:]}")
