@@ -16,7 +16,13 @@ _MOST_AXES = 8
 
 
 class Images(NamedTuple):
-    """Images with values in [0, 1] and their classes 0, 1, 2, ..., in a training part and a test part.
+    """Images with values in [0, 1] and their classes 0, 1, 2, ...
+
+    Attributes:
+        train: The training images.
+        train_labels: The classes of the training images.
+        test: The test images.
+        test_labels: The classes of the test images.
 
     >>> train, test = np.zeros((3, 8, 8, 1), "f4"), np.zeros((1, 8, 8, 1), "f4")
     >>> Images(train, np.zeros(3, "i4"), test, np.zeros(1, "i4")).train.shape

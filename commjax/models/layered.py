@@ -1,4 +1,4 @@
-"""The networks of Chapter 4 with named layers, which `commjax.algorithms.fedp3.layers` needs to tell them apart."""
+"""The networks of Chapter 4 with named layers, as `commjax.algorithms.fedp3.layers` needs them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -191,7 +191,9 @@ class Mlp(nn.Module):
 
 
 class ShakespeareLstm(nn.Module):
-    """FedJAX's Shakespeare model: embedded characters, LSTM layers, a score for each next character; 820,522 parameters.
+    """FedJAX's Shakespeare model: embedded characters, LSTM layers, a score for each next character.
+
+    It has 820,522 parameters with the default sizes.
 
     Attributes:
         vocabulary: The number of ids, ``data.text.Windows.num_ids``.
@@ -238,7 +240,7 @@ class Classification(NamedTuple):
 
 
 def _kept(targets: Int[Array, "b ..."], weights: Float[Array, "b"]):
-    """True where a target counts: in rows that are not padding, and in sequences where the target is not the padding id 0."""
+    """True where a target counts: the row is not padding and, in a sequence, the target is not the padding id 0."""
     rows = jnp.broadcast_to(jax.lax.expand_dims(weights > 0, range(1, targets.ndim)), targets.shape)
     return rows & (targets > 0) if targets.ndim > 1 else rows
 

@@ -25,7 +25,7 @@ class ResNet18(nn.Module):
     after which its output is added. GroupNorm replaces the BatchNorm of the original, because clients would have to
     exchange the running means of BatchNorm as well.
 
-    Thesis: Sec. 4.4.2, Table 4.1.
+    Thesis: Sec. 4.4.2.
     Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
 
     Attributes:
@@ -129,7 +129,7 @@ def left_out(name: str) -> list[list[str]]:
 
 
 def variant(layers: Layers, n: int, name: str, *, seed: int = 0, keep: ArrayLike = 0.9) -> Plan:
-    """Make the plan of a variant of the ablation: for each client, the layers that it does not train are drawn at random.
+    """Make the plan of a variant of the ablation. Each client leaves out one set of `left_out`, drawn uniformly.
 
     Thesis: Sec. 4.4.2, Table 4.1.
 
@@ -138,7 +138,7 @@ def variant(layers: Layers, n: int, name: str, *, seed: int = 0, keep: ArrayLike
         n: The number of clients.
         name: The variant, one of `VARIANTS`.
         seed: The seed of the draw.
-        keep: The fraction of weights that pruning keeps, as in `plans.without`.
+        keep: The fraction of weights that pruning keeps in the layers that a client does not train, in (0, 1].
 
     Returns:
         The plan.
