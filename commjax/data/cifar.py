@@ -71,7 +71,7 @@ def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) ->
 
 
 def _decoder():
-    """Pillow's `Image.open`, or None if Pillow is not installed. (matplotlib depends on Pillow, so it usually is.)"""
+    """Pillow's `Image.open`, or None if Pillow is not installed. (matplotlib installs it.)"""
     try:
         from PIL import Image
     except ImportError:

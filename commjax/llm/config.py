@@ -58,15 +58,26 @@ class Config(NamedTuple):
 
     Attributes:
         architecture: "llama" or "opt".
+        vocab_size: The number of ids.
+        hidden_size: The width of the hidden states.
         intermediate_size: The width of the MLP. OPT calls it ffn_dim.
+        num_hidden_layers: The number of blocks.
+        num_attention_heads: The heads of queries.
         num_key_value_heads: The heads of keys and values, a divisor of num_attention_heads.
+        head_dim: The width of a head.
+        max_position_embeddings: The longest window.
         activation: The activation of the MLP.
         tie_word_embeddings: Whether the head is the transposed embedding.
         dtype: The dtype that the file states. The tensors keep their own dtype.
-        rope: The rotary positions of Llama.
+        rms_norm_eps: Llama: the constant under the root of the norms.
+        rope: Llama: the rotary positions.
+        attention_bias: Llama: whether the layers of attention have biases.
+        mlp_bias: Llama: whether the layers of the MLP have biases.
         word_embed_proj_dim: The width of OPT's embedding. If it is hidden_size, there are no projections.
         do_layer_norm_before: OPT: whether the norms come before attention and MLP, or after the sums.
         final_layer_norm: OPT: whether there is a norm before the head.
+        enable_bias: OPT: whether the layers of a block have biases.
+        layer_norm_elementwise_affine: OPT: whether the norms have a scale and a bias.
 
     >>> Config("llama", vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5,
     ...        num_attention_heads=8, num_key_value_heads=4, head_dim=8, max_position_embeddings=512).rope.theta
