@@ -170,7 +170,7 @@ def attention(
     step = max(64, -(-time // 4))
 
     def part(start: int, q, k, v):
-        """Attend from `step` queries to the keys up to the last one. Four parts do 5/8 of the work and fit the cache."""
+        """Attend from `step` queries to the keys up to the last. Four parts do 5/8 of the work and fit the cache."""
         end = min(start + step, time)
         scores = jnp.einsum("gqd,kd->gqk", q[:, start:end], k[:end], preferred_element_type=jnp.float32) * size**-0.5
         before = jnp.tril(jnp.ones((end - start, end), bool), start)[None]
