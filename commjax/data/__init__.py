@@ -1,4 +1,4 @@
-"""Data sets and how they are divided among clients, all on the host in NumPy."""
+"""Data sets and their partition among clients. Everything runs on the host, in NumPy."""
 
 from commjax.data import download, embedded, libsvm, partition, stacked
 from commjax.data.libsvm import Dataset

@@ -1,6 +1,6 @@
-"""Read files within limits: how much a packed file may unpack to, how long a line may be, how large a JSON text may be.
+"""Read files within limits on the unpacked size, the length of a line and the size of a JSON text.
 
-A file that was made to exhaust memory is refused with an error that names the file, the value and what is allowed.
+A file that was made to exhaust memory is refused. The error names the file, the value and the limit.
 """
 
 import bz2
@@ -21,13 +21,14 @@ MOST_TEXT = 2**30  # bytes of a text that is held in memory
 MOST_LINE = 2**26  # bytes of a line
 MOST_JSON = 2**28  # bytes of a JSON file
 MOST_ARRAY = 2**32  # bytes of an array that a header announces
-# Packed texts are 5 to 30 times smaller.  A file that unpacks to more than this, beyond 64 MiB, is refused.
+# Real texts unpack to 5 to 30 times their packed size. A file that unpacks to more than MOST_RATIO times its size,
+# and to more than ALWAYS_ALLOWED bytes, is refused.
 MOST_RATIO = 100
-ALWAYS_ALLOWED = 2**26  # bytes, whatever the ratio
+ALWAYS_ALLOWED = 2**26  # bytes
 
 
 class _Counted(io.RawIOBase):
-    """A reader that refuses to give more than `most` bytes."""
+    """A reader that raises a ValueError after more than `most` bytes."""
 
     def __init__(self, file: Any, path: str | os.PathLike, most: int, allowed: str):
         self._file, self._path, self._most, self._allowed, self._given = file, path, most, allowed, 0
@@ -48,14 +49,18 @@ class _Counted(io.RawIOBase):
 def unpacked(
     path: str | os.PathLike, suffix: str | None = None, most: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """A binary reader of the text inside a file; a damaged or oversized file is a ValueError that names it.
+    """Open a file, packed or plain, as a binary reader of its text.
+
+    A damaged or oversized file raises a ValueError that names the file.
 
     Args:
         path: The file.
-        suffix: How it is packed: ".gz", ".bz2", ".xz", other: not at all.  By default the suffix of the path.
-        most: Bytes that may be read; None: no limit but that of the ratio.
+        suffix: The packing: ".gz", ".bz2" or ".xz"; any other value means a plain file. The default is the suffix of
+            `path`.
+        most: The number of bytes that may be read. None sets no limit except the ratio of unpacked to packed size.
+
     Returns:
-        A context that gives the reader.
+        A context manager that gives the reader.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,14 +85,21 @@ def unpacked(
         except (gzip.BadGzipFile, EOFError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} cannot be unpacked as {suffix}: {error or 'it ends too early'}") from error
         except OSError as error:
-            # bz2 says "Invalid data stream" in an OSError without a number.
+            # bz2 reports an invalid stream as an OSError without an error number.
             if error.errno is not None or suffix not in _UNPACK:
                 raise
             raise ValueError(f"{path} cannot be unpacked as {suffix}: {error}") from error
 
 
 def lines(path: str | os.PathLike) -> Iterator[bytes]:
-    """The lines of a text file, plain or packed, one at a time; only one of them is in memory."""
+    """Iterate over the lines of a text file, plain or packed. Only one line is in memory at a time.
+
+    Args:
+        path: The file. A line of more than `MOST_LINE` bytes is a ValueError.
+
+    Returns:
+        An iterator of the lines, each with its line feed.
+    """
     with unpacked(path) as file:
         while line := file.readline(MOST_LINE + 1):
             if len(line) > MOST_LINE:
@@ -96,7 +108,14 @@ def lines(path: str | os.PathLike) -> Iterator[bytes]:
 
 
 def text(path: str | os.PathLike) -> str:
-    """All of a UTF-8 text, plain or packed."""
+    """Read a whole UTF-8 text, plain or packed.
+
+    Args:
+        path: The file. More than `MOST_TEXT` bytes, or bytes that are not UTF-8, are a ValueError.
+
+    Returns:
+        The text.
+    """
     with unpacked(path, most=MOST_TEXT) as file:
         content = file.read()
     try:
@@ -106,7 +125,14 @@ def text(path: str | os.PathLike) -> str:
 
 
 def parse_json(content: str | bytes, path: str | os.PathLike) -> Any:
-    """The value of a JSON text; ValueError, with the name of its file, if it is not JSON or nested too deeply.
+    """Parse a JSON text.
+
+    Args:
+        content: The text.
+        path: The file that the text comes from. The error message names it.
+
+    Returns:
+        The parsed value. A text that is not JSON, or is nested too deeply, is a ValueError.
 
     >>> parse_json('{"a": [1]}', "a.json")
     {'a': [1]}
@@ -120,13 +146,28 @@ def parse_json(content: str | bytes, path: str | os.PathLike) -> Any:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """The value in a JSON file of at most 256 MiB."""
+    """Read and parse a JSON file of at most 256 MiB (`MOST_JSON`).
+
+    Args:
+        path: The file, not packed.
+
+    Returns:
+        The parsed value.
+    """
     with unpacked(path, "", MOST_JSON) as file:
         return parse_json(file.read(), path)
 
 
 def check_array(path: str | os.PathLike, shape: tuple[int, ...], itemsize: int) -> int:
-    """The bytes of an array that a file's header announces; ValueError if they are too many to be meant.
+    """Check the size of an array that the header of a file announces, before memory is allocated for it.
+
+    Args:
+        path: The file. The error message names it.
+        shape: The announced shape.
+        itemsize: The bytes of one number.
+
+    Returns:
+        The size in bytes. A size above `MOST_ARRAY` is a ValueError.
 
     >>> check_array("a", (2, 3), 8)
     48

@@ -1,4 +1,4 @@
-"""CIFAR-10 from NumPy files: pixels, or JPEG images."""
+"""CIFAR-10 from NumPy files, which hold either pixels or JPEG images."""
 
 import io
 import itertools
@@ -14,7 +14,13 @@ from commjax.data.images import Images, data_folder
 
 
 def read(path: str | os.PathLike) -> np.ndarray:
-    """The array in a .npy file, plain or packed as .npy.xz; nothing is unpickled.
+    """Read the array in a .npy or .npy.xz file. Nothing is unpickled.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The array. A file that is not a readable .npy file is a ValueError.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +36,7 @@ def read(path: str | os.PathLike) -> np.ndarray:
 
 
 def _array(file: Any, path: str | os.PathLike) -> np.ndarray:
-    """`np.lib.format.read_array` for a stream, whose header is looked at before memory is taken."""
+    """Read a .npy array from a stream, like `np.lib.format.read_array`. Check the header before memory is allocated."""
     version = np.lib.format.read_magic(file)
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in headers:
@@ -65,7 +71,7 @@ def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) ->
 
 
 def _decoder():
-    """Pillow's, or None (matplotlib brings it)"""
+    """Pillow's `Image.open`, or None if Pillow is not installed. (matplotlib installs it.)"""
     try:
         from PIL import Image
     except ImportError:
@@ -74,7 +80,16 @@ def _decoder():
 
 
 def read_jpeg(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of a .npz with arrays header, body, offsets, labels: image i is header + body[offsets[i]:offsets[i + 1]]."""
+    """Read the JPEG images of a .npz file.
+
+    The file holds the arrays header, body, offsets and labels. Image i is header + body[offsets[i] : offsets[i + 1]].
+
+    Args:
+        path: The .npz file. Decoding needs Pillow.
+
+    Returns:
+        The images, uint8 [N, 32, 32, 3] for CIFAR-10, and their labels [N].
+    """
     decode = _decoder()
     if decode is None:
         raise ImportError(f"{path} has JPEG images, which need Pillow: pip install pillow")
@@ -95,11 +110,19 @@ def read_jpeg(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(folder: str | os.PathLike | None = None, *, jpeg: bool | None = None) -> Images:
-    """What ``folder/cifar10/`` has of CIFAR-10 (default: the environment variable ``COMMJAX_DATA``).
+    """Load CIFAR-10 from ``folder/cifar10/``.
 
-    There it looks for *train*_jpeg.npz and *test*_jpeg.npz (see `read_jpeg`; all images, not quite lossless), if Pillow is there;
-    or else for one pair of files *train*_x.npy and *train*_y.npy, and one *test*_x.npy and *test*_y.npy, each perhaps packed as
-    .npy.xz: images [N, 32, 32, 3] of bytes, and labels.  ``jpeg`` says which.
+    The JPEG files are *train*_jpeg.npz and *test*_jpeg.npz (see `read_jpeg`). They hold all images, with a small loss
+    from the compression. The pixel files are *train*_x.npy, *train*_y.npy, *test*_x.npy and *test*_y.npy, each plain or
+    packed as .npy.xz: images uint8 [N, 32, 32, 3] and labels.
+
+    Args:
+        folder: The folder that contains ``cifar10/``. The default is the environment variable ``COMMJAX_DATA``.
+        jpeg: True reads the JPEG files, False the pixel files. None reads the JPEG files if both are there and Pillow
+            is installed, and the pixel files otherwise.
+
+    Returns:
+        The images, scaled to [0, 1], and their labels.
     """
     place = data_folder("cifar10", folder)
     packed = [sorted(place.glob(f"*{part}*_jpeg.npz")) for part in ("train", "test")]

@@ -1,7 +1,8 @@
-"""Download a data file once: checked, and in its place whole or not at all.
+"""Download a data file once and check its sha256. An incomplete file never appears under the final name.
 
-The sha256 of the text is known (`TEXT_SHA256`, or given), or the caller trusts the first download: its sha256 is then kept beside
-the file, in NAME.sha256.  A cached file is checked against it once per process, before it is read.
+The sha256 of the text is known (`TEXT_SHA256`, or an argument), or the caller trusts the first download. In the second
+case the sha256 of the first download is stored beside the file, in NAME.sha256. A cached file is checked against its
+sha256 once per process, before it is read.
 """
 
 import functools
@@ -23,7 +24,8 @@ from commjax.data import bounded
 
 LIBSVM_URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 
-# Of the text inside, so the same number holds for NAME, NAME.bz2 and NAME.xz.  Other sets, a6a among them, need trust_first_use.
+# The sha256 of the unpacked text, so that the same number holds for NAME, NAME.bz2 and NAME.xz.
+# Other sets, for example a6a, need trust_first_use.
 TEXT_SHA256 = {
     "mushrooms": "f39a4eb628dc61a7d43760815b061c9e497aa728ce1ad8bde57a09ef6043b538",
     "phishing": "0cf66ef36604c393da9359b2e5d894a2df8aee31fd184633cefa138add2ef08a",
@@ -37,14 +39,21 @@ TEXT_SHA256 = {
     "ijcnn1": "16506cad788cf7c9607454150ed1994788204bac2ff4c9cb3b320036b6950d3f",
 }
 
-MOST_BYTES = 2**32  # of a download
-DEADLINE = 3600.0  # seconds of a whole download
-TRUST = "COMMJAX_TRUST_FIRST_USE"  # set to 1: the environment's way to say trust_first_use=True
+MOST_BYTES = 2**32  # limit of a download
+DEADLINE = 3600.0  # seconds for a whole download
+TRUST = "COMMJAX_TRUST_FIRST_USE"  # environment variable; the value 1 means trust_first_use=True
 _open_url = functools.partial(urllib.request.urlopen, timeout=60)
 
 
 def sha256_of_text(path: str | os.PathLike, suffix: str | None = None) -> str:
-    """Hash of the unpacked content of ``path``.
+    """Compute the sha256 of the unpacked content of a file.
+
+    Args:
+        path: The file.
+        suffix: The packing, as in `bounded.unpacked`. The default is the suffix of `path`.
+
+    Returns:
+        The sha256 as a hexadecimal string.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "empty")
@@ -57,12 +66,12 @@ def sha256_of_text(path: str | os.PathLike, suffix: str | None = None) -> str:
 
 
 def _receive(url: str, opener: Callable[[str], Any], give: Callable[[Any], None], stopped: threading.Event) -> None:
-    """In a thread: gives every chunk, then None, or the exception that ended the download."""
+    """Download in a thread. ``give`` gets the announced length, then every chunk, and last None or the exception."""
     try:
         with opener(url) as response:
             announced = response.headers.get("Content-Length")
             give(int(announced) if announced is not None and announced.isdecimal() else -1)
-            # read1 returns what has arrived; read would wait until 64 KiB have.
+            # read1 returns the bytes that have arrived; read would wait for 64 KiB.
             read = getattr(response, "read1", response.read)
             while not stopped.is_set() and (chunk := read(1 << 16)):
                 give(chunk)
@@ -74,7 +83,7 @@ def _receive(url: str, opener: Callable[[str], Any], give: Callable[[Any], None]
 
 
 def _chunks(url: str, opener: Callable[[str], Any], most: int, deadline: float) -> Iterator[bytes]:
-    """The bytes of ``url``; every failure of the network becomes one ConnectionError."""
+    """Iterate over the bytes of ``url``. Every failure of the network becomes a ConnectionError."""
     ends, stopped = time.monotonic() + deadline, threading.Event()
     arrived: queue.Queue = queue.Queue(16)
 
@@ -85,7 +94,7 @@ def _chunks(url: str, opener: Callable[[str], Any], most: int, deadline: float) 
             except queue.Full:
                 continue
 
-    # A thread, because nothing else bounds the time of a name server or of headers that arrive byte by byte.
+    # Only a thread bounds the time of a slow name server, or of headers that arrive byte by byte.
     threading.Thread(target=_receive, args=(url, opener, give, stopped), daemon=True).start()
     received, announced = 0, -1
     try:
@@ -108,7 +117,7 @@ def _chunks(url: str, opener: Callable[[str], Any], most: int, deadline: float) 
                 yield item
     finally:
         stopped.set()
-    # A sized read does not notice a connection that was cut short, so compare.
+    # A sized read does not notice a connection that was cut short, so compare the lengths.
     if announced not in (-1, received):
         _fail(url, f"got {received} of {announced} bytes")
 
@@ -141,18 +150,21 @@ def fetch(
 ) -> Path:
     """Download ``url`` to ``path`` and return the path.
 
-    The bytes go to a temporary file in the same folder, which is moved into place only when complete and
-    checked; a failure leaves nothing behind and an older file untouched.
+    The bytes go to a temporary file in the same folder. The temporary file is moved to ``path`` only when it is
+    complete and checked. A failure leaves nothing behind and an older file untouched.
 
     Args:
-        url: What is downloaded.
-        path: Where it goes; its suffix says how it is packed.
-        sha256: Of the *unpacked* text, so that one number serves every packing of a data set.
-        trust_first_use: Without a sha256, take what comes, write its sha256 to ``path`` + ".sha256" and say so on stderr.
-        accept: Called with the temporary file, whose suffix is that of ``path``; it raises if the content is of another kind.
-        opener: Opens the url.
-        most: Bytes of the download; more are refused.
-        deadline: Seconds of the whole download, name server and headers included.
+        url: The address of the file.
+        path: The destination. Its suffix says how the file is packed.
+        sha256: The sha256 of the *unpacked* text, so that one number serves every packing of a data set.
+        trust_first_use: Without a sha256, accept the download, write its sha256 to ``path`` + ".sha256" and report it
+            on stderr.
+        accept: Function of the path of the temporary file, whose suffix is that of ``path``. It raises an error if the
+            content is not of the expected kind.
+        opener: Function of the url that returns a response with ``headers`` and ``read``, usable as a context manager.
+        most: The largest number of bytes. A longer download is refused.
+        deadline: The time limit of the whole download in seconds, including the name server and the headers.
+
     Returns:
         The path.
 
@@ -165,8 +177,8 @@ def fetch(
     path = Path(path)
     if sha256 is None and not trust_first_use:
         raise ValueError(
-            f"{url}: no sha256 is known; allowed: sha256=..., or trust_first_use=True ({TRUST}=1 in the environment), which "
-            "keeps the sha256 of the first download, or the file in the folder of COMMJAX_DATA"
+            f"{url}: no sha256 is known; allowed: sha256=..., or trust_first_use=True ({TRUST}=1 in the environment), "
+            "which keeps the sha256 of the first download, or the file in the folder of COMMJAX_DATA"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
@@ -202,12 +214,12 @@ def _record(path: Path, sha256: str, source: str | os.PathLike) -> None:
 
 
 def check_cached(path: str | os.PathLike, sha256: str | None = None, *, trust_first_use: bool = False) -> None:
-    """ValueError if a cached file is not the one that was downloaded.  A file is read once per process.
+    """Raise a ValueError if a cached file is not the one that was downloaded. A file is hashed once per process.
 
     Args:
         path: The cached file.
-        sha256: Of its unpacked text, if it is known; otherwise the one that `fetch` kept beside the file.
-        trust_first_use: With neither, keep the file's present sha256 and say so on stderr.
+        sha256: The sha256 of its unpacked text, if known. The default is the one that `fetch` stored beside the file.
+        trust_first_use: If there is neither, store the present sha256 of the file and report it on stderr.
     """
     path = Path(path)
     beside = _recorded(path)
@@ -218,8 +230,8 @@ def check_cached(path: str | os.PathLike, sha256: str | None = None, *, trust_fi
     if sha256 is None:
         if not trust_first_use:
             raise ValueError(
-                f"{path}: no sha256 of this cached file is known; allowed: trust_first_use=True ({TRUST}=1 in the environment), "
-                "which keeps its present sha256, or remove the file"
+                f"{path}: no sha256 of this cached file is known; allowed: trust_first_use=True "
+                f"({TRUST}=1 in the environment), which keeps its present sha256, or remove the file"
             )
         _record(path, got, path)
     elif got != sha256:
@@ -230,5 +242,5 @@ def check_cached(path: str | os.PathLike, sha256: str | None = None, *, trust_fi
 
 @functools.lru_cache(256)
 def _hash_once(path: str, size: int, time_ns: int, number: int) -> str:
-    """Of a file that has not changed since it was hashed: size, time and inode are the same."""
+    """The sha256 of a file, cached as long as its size, time and inode stay the same."""
     return sha256_of_text(path)

@@ -8,7 +8,10 @@ from commjax.data.libsvm import Dataset
 
 
 def breast_cancer() -> Dataset:
-    """scikit-learn's breast cancer set, 569 x 30; every feature has mean 0 and variance 1, benign is +1.
+    """Load scikit-learn's breast cancer set: 569 rows, 30 features.
+
+    Returns:
+        The data set. Every feature has mean 0 and variance 1; the label +1 is benign.
 
     >>> breast_cancer().features.shape
     (569, 30)
@@ -23,7 +26,10 @@ def breast_cancer() -> Dataset:
 
 
 def digits() -> Images:
-    """scikit-learn's 1797 handwritten digits, 8 x 8 x 1; 80 % of each class to train, the other rows to test.
+    """Load scikit-learn's 1797 handwritten digits as 8 x 8 x 1 images.
+
+    Returns:
+        The images. 80 % of each class are the training part, the other rows are the test part.
 
     >>> digits().train.shape, digits().test.shape
     ((1438, 8, 8, 1), (359, 8, 8, 1))

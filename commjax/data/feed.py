@@ -1,4 +1,4 @@
-"""Clients whose rows are elsewhere: a feed knows who there is and fetches a cohort at a time, as arrays with a client axis."""
+"""Feeds: read the rows of a cohort of clients from their source on demand, into arrays with a client axis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,16 +8,25 @@ from jaxtyping import Float, Int
 
 
 class Cohort(NamedTuple):
-    """Rows of some clients; `weights` are 1/N_i on a client's N_i rows and 0 on padding, which repeats its first row."""
+    """The rows of m clients, padded to the same length.
 
-    rows: dict[str, np.ndarray]  # each [m, length, ...]
+    Attributes:
+        rows: Name of a feature -> array [m, length, ...]. Padding repeats the client's first row.
+        weights: 1/N_i on the N_i rows of client i, 0 on padding.
+    """
+
+    rows: dict[str, np.ndarray]
     weights: Float[np.ndarray, "m length"]
 
 
 class Feed(NamedTuple):
-    """`ids` are the clients' names where they come from; a client's number is its position there.
+    """A set of clients and a function that reads the rows of some of them.
 
-    `fetch(numbers)` reads the rows of these clients only; all cohorts have the same `length`, so a program is compiled once.
+    Attributes:
+        ids: The names of the clients. The number of a client is its position in `ids`.
+        length: The number of rows of every client in a cohort, including padding. It is the same for all cohorts, so a
+            program is compiled once.
+        fetch: Function of client numbers [m] that reads the rows of these clients only and returns a Cohort.
     """
 
     ids: tuple[Any, ...]
@@ -26,7 +35,14 @@ class Feed(NamedTuple):
 
 
 def numbers(feed: Feed, ids: Sequence[Any]) -> Int[np.ndarray, "m"]:
-    """The numbers of clients that go by these names.
+    """Look up the numbers of clients by name.
+
+    Args:
+        feed: The feed.
+        ids: Names of clients. A name that is not in `feed.ids` is a ValueError.
+
+    Returns:
+        The numbers, in the order of `ids`.
 
     >>> numbers(Feed(("a", "b"), 1, lambda numbers: None), ["b"]).tolist()
     [1]
@@ -41,7 +57,18 @@ def numbers(feed: Feed, ids: Sequence[Any]) -> Int[np.ndarray, "m"]:
 def make(
     ids: Sequence[Any], sizes: Sequence[int], read: Callable[[int, int], dict[str, np.ndarray]], rows: int | None = None
 ) -> Feed:
-    """A feed from `read(number, most) -> {name: [at most `most` rows, ...]}`; `rows`: so many of a client at most, by default all"""
+    """Make a feed from a function that reads the rows of one client.
+
+    Args:
+        ids: The names of the clients, all different.
+        sizes: The number of rows of each client.
+        read: Function of a client's number and of a limit. It returns {feature: array [rows, ...]} with at most that
+            many rows.
+        rows: The largest number of rows that is read of a client; None reads all.
+
+    Returns:
+        The feed.
+    """
     if not ids:
         raise ValueError("ids: the feed has no clients; allowed: at least one")
     if len(set(ids)) != len(ids):

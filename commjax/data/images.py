@@ -16,9 +16,16 @@ _MOST_AXES = 8
 
 
 class Images(NamedTuple):
-    """Images in [0, 1] and their classes 0, 1, 2, ..., a training and a test part.
+    """Images with values in [0, 1] and their classes 0, 1, 2, ...
 
-    >>> Images(np.zeros((3, 8, 8, 1), "f4"), np.zeros(3, "i4"), np.zeros((1, 8, 8, 1), "f4"), np.zeros(1, "i4")).train.shape
+    Attributes:
+        train: The training images.
+        train_labels: The classes of the training images.
+        test: The test images.
+        test_labels: The classes of the test images.
+
+    >>> train, test = np.zeros((3, 8, 8, 1), "f4"), np.zeros((1, 8, 8, 1), "f4")
+    >>> Images(train, np.zeros(3, "i4"), test, np.zeros(1, "i4")).train.shape
     (3, 8, 8, 1)
     """
 
@@ -29,7 +36,16 @@ class Images(NamedTuple):
 
 
 def read_idx(path: str | os.PathLike) -> np.ndarray:
-    """The array in an IDX file, plain or gzip: two zero bytes, dtype, number of axes, lengths, values, all big-endian.
+    """Read the array in an IDX file, plain or packed with gzip.
+
+    The file holds two zero bytes, the dtype, the number of axes, the lengths of the axes and the values, all
+    big-endian.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The array, in the byte order of the machine.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,9 +96,16 @@ def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(name: str, folder: str | os.PathLike | None = None) -> Images:
-    """ "mnist" or "fashion_mnist" from ``folder/name/`` (default: the environment variable ``COMMJAX_DATA``).
+    """Load MNIST or Fashion-MNIST from ``folder/name/``.
 
-    There it looks for {train,t10k}-images-idx3-ubyte and {train,t10k}-labels-idx1-ubyte, with or without .gz.
+    The files are {train,t10k}-images-idx3-ubyte and {train,t10k}-labels-idx1-ubyte, with or without .gz.
+
+    Args:
+        name: "mnist" or "fashion_mnist".
+        folder: The folder that contains ``name/``. The default is the environment variable ``COMMJAX_DATA``.
+
+    Returns:
+        The images and their labels.
 
     >>> load("cifar10")
     Traceback (most recent call last):
@@ -95,7 +118,15 @@ def load(name: str, folder: str | os.PathLike | None = None) -> Images:
 
 
 def data_folder(name: str, folder: str | os.PathLike | None = None) -> Path:
-    """``folder/name``, where folder defaults to the environment variable ``COMMJAX_DATA``.
+    """Return ``folder/name``.
+
+    Args:
+        name: The name of the subfolder.
+        folder: The parent folder. The default is the environment variable ``COMMJAX_DATA``; without either, a
+            FileNotFoundError.
+
+    Returns:
+        The path. It need not exist.
 
     >>> data_folder("mnist", "my_data").as_posix()
     'my_data/mnist'

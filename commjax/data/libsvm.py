@@ -1,8 +1,14 @@
-"""LIBSVM text files: ``label index:value index:value ...``, indices from 1, in ascending order.
+"""LIBSVM text files: lines ``label index:value index:value ...`` with indices from 1, in ascending order.
 
-dataset = load("mushrooms")                              all rows
-summary = scan("mushrooms")                              how many there are, and of what kind: nothing is parsed or kept
-dataset, mine = read_parts(summary, [parts[i] for i in own])         the rows of some clients only: the others' are never parsed
+Load all rows:
+
+    dataset = load("mushrooms")
+
+Load the rows of some clients only. `scan` counts the rows without parsing them; `read_parts` parses only the given
+rows:
+
+    summary = scan("mushrooms")
+    dataset, mine = read_parts(summary, [parts[i] for i in clients])
 """
 
 import io
@@ -26,7 +32,7 @@ NUM_FEATURES = (
 )
 _LINE = re.compile(r"\s*([^\s:_]+)((?:\s+[+-]?\d{1,9}:[^\s:_]+)*)\s*")
 MOST_FEATURES = 2**25  # the largest index
-MOST_NUMBERS = 2**30  # of a dense array, rows x features: 8 GiB
+MOST_NUMBERS = 2**30  # rows times features of a dense array: 8 GiB
 _INDEX = re.compile(r"[0-9]{1,9}")
 _DATASET_NAME = re.compile(r"\w[\w.\-]*")
 
@@ -34,17 +40,22 @@ _DATASET_NAME = re.compile(r"\w[\w.\-]*")
 class Dataset(NamedTuple):
     """A binary classification set.
 
+    Attributes:
+        features: The features, one example a row.
+        labels: The labels, -1 or +1.
+        name: The name of the set.
+
     >>> Dataset(np.eye(2), np.array([-1.0, 1.0]), "two").features.shape
     (2, 2)
     """
 
     features: Float[np.ndarray, "N d"]
-    labels: Float[np.ndarray, "N"]  # -1 or +1
+    labels: Float[np.ndarray, "N"]
     name: str
 
 
 def _number(text: str) -> float:
-    """As ``float``, but NaN where the text is no number: reported together with true NaNs."""
+    """Like ``float``, but NaN if the text is not a number. The caller reports it together with true NaNs."""
     try:
         return float(text)
     except ValueError:
@@ -52,16 +63,23 @@ def _number(text: str) -> float:
 
 
 class Summary(NamedTuple):
-    """What all hosts must know of a file, whichever rows are theirs."""
+    """The facts about a file that all hosts must know, whichever rows they load.
+
+    Attributes:
+        path: The file.
+        rows: The number of rows.
+        width: The number of features: the known width of the set, or the largest index in the file.
+        classes: The two labels, the smaller first.
+    """
 
     path: Path
     rows: int
-    width: int  # known, or the largest index
-    classes: tuple[float, float]  # the two labels, the smaller first
+    width: int
+    classes: tuple[float, float]
 
 
 def _name(source: Any) -> str:
-    """For messages, and for the data set"""
+    """The name of the data set, also used in error messages."""
     if hasattr(source, "read"):
         return str(getattr(source, "name", "<file>"))
     path = Path(source)
@@ -69,10 +87,10 @@ def _name(source: Any) -> str:
 
 
 def _lines(source: Any) -> Iterator[str]:
-    """The unpacked text, line by line: what is not wanted is never in memory."""
+    """Iterate over the lines of the unpacked text; only one is in memory at a time."""
 
     def text(line: str | bytes) -> str:
-        # latin-1 never fails, so foreign bytes are reported with the line they stand on.
+        # latin-1 never fails, so bytes that are not ASCII are reported later, with their line.
         return (line if isinstance(line, str) else line.decode("latin-1")).removesuffix("\n")
 
     if hasattr(source, "read"):
@@ -89,11 +107,18 @@ def _refuse(name: str, number: int, line: str, given: str, allowed: str) -> NoRe
 def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = None) -> Dataset:
     """Read a LIBSVM file (plain, .gz, .bz2, .xz) into dense float64 arrays.
 
-    Of the two labels the smaller becomes -1, the larger +1. Blank lines and ``# comments`` are skipped.
-    Anything else that is not LIBSVM text is a ValueError with file, line, what was given and what is allowed.
+    The smaller of the two labels becomes -1, the larger +1. Blank lines and ``# comments`` are skipped.
+    Any other text that is not LIBSVM is a ValueError with the file, the line, the given value and the allowed values.
 
-    Thesis: Sec. 2 experiments.
+    Thesis: Sec. A.3.1.
     Differs: E14 (the label mapping is not in the text).
+
+    Args:
+        path_or_file: The path, or an open file.
+        n_features: The number of features. The default is the largest index in the file.
+
+    Returns:
+        The data set.
 
     >>> read(io.StringIO("2 1:0.5 3:1\\n1 2:4  # a comment\\n"))
     Dataset(features=array([[0.5, 0. , 1. ],
@@ -105,7 +130,7 @@ def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = N
 def _read(
     source: Any, n_features: int | None, classes: tuple[float, float] | None, wanted: Integer[np.ndarray, "m"] | None
 ) -> Dataset:
-    """`wanted`: the rows that are parsed, ascending; None: all"""
+    """Parse a file. `wanted` holds the ascending numbers of the rows to parse; None parses all rows."""
     name = _name(source)
     number_of_row: list[int] = []
     kept: list[str] = []
@@ -159,7 +184,8 @@ def _read(
     width = n_features if n_features is not None else int(index.max(initial=0))
     if len(bodies) * width > MOST_NUMBERS:
         raise ValueError(
-            f"{name}: {len(bodies)} rows of {width} features are {len(bodies) * width} numbers; allowed: {MOST_NUMBERS} at most"
+            f"{name}: {len(bodies)} rows of {width} features are {len(bodies) * width} numbers; "
+            f"allowed: {MOST_NUMBERS} at most"
         )
     features = np.zeros((len(bodies), width))
     features[row, index - 1] = value
@@ -178,9 +204,17 @@ def _two(raw: np.ndarray, name: str) -> tuple[float, float]:
 
 
 def scan(name: str | os.PathLike, **where: Any) -> Summary:
-    """Look once at every line of a data set (`name` and `where` as for ``load``), at its first and last word only, and keep none.
+    """Count the rows of a data set without parsing them.
 
-    All hosts that have the same file see the same, so that they agree on who holds which rows before anybody has parsed one.
+    Only the first and the last word of each line are read, and no line is kept. All hosts that have the same file get
+    the same summary, so they agree on the partition before any of them parses a row.
+
+    Args:
+        name: A path, or the name of a set, as in ``load``.
+        **where: The other arguments of ``load``.
+
+    Returns:
+        The summary.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -199,8 +233,9 @@ def scan(name: str | os.PathLike, **where: Any) -> Summary:
             if not np.isfinite(_number(words[0])):
                 _refuse(_name(path), number, line, f"label {words[0]}", "a finite number")
             seen.add(words[0])
-        index = words[-1].partition(":")[0]  # indices ascend, so that the last is the largest
-        if len(words) > 1 and _INDEX.fullmatch(index):  # other words are for the host whose row it is to refuse
+        # Indices ascend, so the last one is the largest. The host that parses the row refuses words of another form.
+        index = words[-1].partition(":")[0]
+        if len(words) > 1 and _INDEX.fullmatch(index):
             largest = max(largest, int(index))
             if largest > MOST_FEATURES:
                 _refuse(_name(path), number, line, f"index {largest}", f"1 to {MOST_FEATURES}")
@@ -211,14 +246,30 @@ def scan(name: str | os.PathLike, **where: Any) -> Summary:
 
 
 def read_rows(summary: Summary, rows: Integer[np.ndarray, "m"]) -> Dataset:
-    """Some rows of the file, ascending; the other lines are passed over, and neither parsed nor kept."""
+    """Parse some rows of a file. The other lines are skipped: they are neither parsed nor kept.
+
+    Args:
+        summary: The summary of the file, from ``scan``.
+        rows: The numbers of the rows, ascending.
+
+    Returns:
+        A data set of these rows.
+    """
     if len(rows) == 0 or rows[0] < 0 or np.any(np.diff(rows) <= 0):
         raise ValueError(f"rows={rows}; allowed: at least one, ascending, from 0 to {summary.rows - 1}")
     return _read(summary.path, summary.width, summary.classes, rows)
 
 
 def read_parts(summary: Summary, parts: Rows) -> tuple[Dataset, list[np.ndarray]]:
-    """A data set of the rows of these clients only, and which of its rows are whose.
+    """Load a data set that holds only the rows of the given clients.
+
+    Args:
+        summary: The summary of the file, from ``scan``.
+        parts: For each client, the numbers of its rows in the file.
+
+    Returns:
+        The data set of the rows in `parts`, in file order, and for each client the numbers of its rows in this data
+        set.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +283,13 @@ def read_parts(summary: Summary, parts: Rows) -> tuple[Dataset, list[np.ndarray]
 
 
 def write(path: str | os.PathLike, dataset: Dataset) -> None:
-    """Write plain LIBSVM text that ``read`` gives back bit for bit (with the same ``n_features``).
+    """Write a data set as plain LIBSVM text.
+
+    ``read`` with the same ``n_features`` returns the same numbers, bit for bit.
+
+    Args:
+        path: The file.
+        dataset: The data set.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -263,21 +320,28 @@ def load(
     n_features: int | None = None,
     trust_first_use: bool = False,
 ) -> Dataset:
-    """A data set by path or by name.
+    """Load a data set by path or by name.
 
-    Looked for, in this order: ``name`` as a path; ``folder`` (or the environment variable ``COMMJAX_DATA``)
-    and its ``libsvm`` subfolder, plain or packed; ``cache`` (or ``COMMJAX_CACHE``, or ``~/.cache/commjax``);
-    the LIBSVM site (or a mirror of that folder at ``url``), from which it goes into the cache.  What comes from the
-    cache or from the network is checked by its sha256.
+    The file is searched in this order:
+
+        1. ``name`` as a path;
+        2. ``folder`` (or the environment variable ``COMMJAX_DATA``) and its subfolder ``libsvm``, plain or packed;
+        3. ``cache`` (or ``COMMJAX_CACHE``, or ``~/.cache/commjax``);
+        4. the LIBSVM site, or a mirror of it at ``url``. The download is stored in the cache.
+
+    Files from the cache and from the network are checked by their sha256.
 
     Args:
         name: A path, or the name of a set.
-        folder: Where the user's files are; they are not checked.
-        cache: Where downloads are kept.
-        url: The site, or a mirror of it.
-        n_features: The width; known sets get their known width.
-        trust_first_use: For a set whose sha256 is not in `download.TEXT_SHA256`: take what comes, keep its sha256 beside it,
-            say so, and check it from then on.  The environment variable COMMJAX_TRUST_FIRST_USE=1 says the same.
+        folder: The folder of the user's files. These files are not checked by sha256.
+        cache: The folder for downloads.
+        url: The LIBSVM site, or a mirror of it.
+        n_features: The number of features. The default is the known width of the set (`NUM_FEATURES`), or the largest
+            index in the file.
+        trust_first_use: For a set whose sha256 is not in `download.TEXT_SHA256`: accept the first download, store its
+            sha256 beside it, report it on stderr, and check the file against it from then on. The environment variable
+            COMMJAX_TRUST_FIRST_USE=1 has the same effect.
+
     Returns:
         The data set, dense.
 
@@ -302,7 +366,7 @@ def _located(
     n_features: int | None = None,
     trust_first_use: bool = False,
 ) -> tuple[Path, int | None]:
-    """The file, and its width if that is known"""
+    """Find the file, and its number of features if that is known."""
     path: Path | None = Path(name)
     if not path.is_file():
         name = str(name)
@@ -320,7 +384,7 @@ def _located(
 
 
 def _cached(name: str, cache: Path, url: str, trust_first_use: bool) -> Path:
-    """The checked file of the cache, downloaded if it is not there."""
+    """The checked file in the cache; it is downloaded if it is not there."""
     known = download.TEXT_SHA256.get(name)
     path = _find(cache, name)
     if path is not None:
@@ -332,7 +396,7 @@ def _cached(name: str, cache: Path, url: str, trust_first_use: bool) -> Path:
 
 
 def _first_row(path: Path) -> None:
-    """ValueError if a download is not LIBSVM text: a page of a proxy, say."""
+    """Raise a ValueError if a download is not LIBSVM text, for example if it is an error page of a proxy."""
     for number, line in enumerate(_lines(path)):
         content = line.partition("#")[0]
         if content.strip():

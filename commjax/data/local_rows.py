@@ -1,4 +1,4 @@
-"""The rows of some clients of a named data set, and of no others: what one host loads, or one client of a federation."""
+"""Load only the rows of some clients of a named data set, as one host or one client of a federation does."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,21 @@ from commjax.data.libsvm import Dataset
 def own_rows(
     name: str, n: int, own: Sequence[int] | Integer[np.ndarray, "m"], seed: int
 ) -> tuple[Dataset, list[np.ndarray], int]:
-    """The rows of the clients `own`, of n that share them out in shuffled blocks; whose is which; and the most that a client has.
+    """Load only the rows that belong to the given clients.
 
-    A LibSVM file is scanned, so that all agree on the blocks, and only the lines of `own` are parsed and kept
-    (`libsvm.read_parts`).  "breast_cancer", which is embedded and has 569 rows, comes whole from its package.
+    The data set is split into n shuffled blocks, one per client. A LIBSVM file is scanned, so that all hosts agree on
+    the blocks, and only the lines of the clients `own` are parsed and kept (`libsvm.read_parts`). The set
+    "breast_cancer" (569 rows) comes from scikit-learn and is loaded whole.
+
+    Args:
+        name: "breast_cancer", or the name or path of a LIBSVM file as in `libsvm.load`.
+        n: The number of clients.
+        own: The numbers of the clients whose rows are loaded.
+        seed: The seed of the shuffle.
+
+    Returns:
+        The data set, for each client in `own` the numbers of its rows in the data set, and the number of rows of the
+        largest of all n blocks.
     """
     if name == "breast_cancer":
         dataset = embedded.breast_cancer()

@@ -1,4 +1,4 @@
-"""Which client holds which rows."""
+"""Partition the rows of a data set among clients."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,14 +18,22 @@ def blocks(
     remainder: Literal["spread", "last"] = "spread",
     overlap: int = 1,
 ) -> list[np.ndarray]:
-    """Row ids of each of ``n`` clients: blocks of the rows in file order, or shuffled by ``seed``.
+    """Split the rows into ``n`` blocks, one per client, in file order or shuffled.
 
-    ``remainder="spread"``: sizes differ by at most 1; ``"last"``: num_rows//n each, the rest to the last.
-    ``overlap=xi``: client i holds blocks i, ..., i+xi-1, without wrap-around: the last clients all hold the
-    last xi blocks.
+    Thesis: Sec. A.3.1 (n blocks, ``remainder="last"``, overlap xi).
+    Differs: E2, E14: Table A.2 was made in file order, though the text says "after random shuffling".
 
-    Thesis: L2950 (n blocks, ``remainder="last"``, overlap xi).
-    Differs: E2, E14: tab10 was made in file order, though the text says "after random shuffling".
+    Args:
+        num_rows: The number of rows.
+        n: The number of clients.
+        seed: The seed of the shuffle; None keeps the file order.
+        remainder: "spread" gives sizes that differ by at most 1. "last" gives num_rows//n rows to every client, and the
+            rest to the last client.
+        overlap: The number xi of blocks per client. Client i holds blocks i, ..., i+xi-1 without wrap-around: the last
+            clients all hold the last xi blocks.
+
+    Returns:
+        The row ids of each client.
 
     >>> [ids.tolist() for ids in blocks(7, 3)]
     [[0, 1, 2], [3, 4], [5, 6]]
@@ -60,7 +68,7 @@ def _sizes(total: int, shares: np.ndarray) -> np.ndarray:
 
 
 def _deal(ids: np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-    """The first sizes[0] ids, the next sizes[1], and so on; what is left over is left out."""
+    """The first sizes[0] ids, the next sizes[1] ids, and so on. Ids beyond the sum of the sizes are dropped."""
     ends = np.cumsum(sizes)
     return [ids[end - size : end] for end, size in zip(ends, sizes)]
 
@@ -68,15 +76,24 @@ def _deal(ids: np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[np.ndarray
 def label_wise(
     labels: Shaped[np.ndarray, "N"], n: int, *, seed: int | None = None, equal_sizes: bool = False
 ) -> list[np.ndarray]:
-    """Client i = 0, ..., n-1 prefers positive rows by r_pos = (i+1)/n, negative ones by r_neg = 1 - r_pos.
+    """Split the rows so that the share of positive labels grows with the number of the client.
 
-    Positive rows are shared out in proportion to r_pos and negative rows in proportion to r_neg, every row once;
-    so clients are positive in that order, but r_pos is not the part of their rows that is. ``equal_sizes=True``
-    makes it so: m rows each, round(m r_pos) of them positive (1/2 up), m as large as the data allows, and the
-    rows that do not fit are *left out*. Rows are in file order, or shuffled by ``seed``.
+    Client i = 0, ..., n-1 has the preference r_pos = (i+1)/n for positive rows and r_neg = 1 - r_pos for negative rows.
+    By default, positive rows are split in proportion to r_pos and negative rows in proportion to r_neg, every row once.
+    Then the fraction of positive rows increases with i, but it is not r_pos.
 
-    Thesis: L3823.
+    Thesis: Sec. B.4.2.
     Differs: the text leaves open which of the two is meant; S9 (i counts from 0).
+
+    Args:
+        labels: The labels: -1 and +1, or 0 and 1.
+        n: The number of clients.
+        seed: The seed of the shuffle; None keeps the file order.
+        equal_sizes: True gives every client m rows, of which round(m r_pos) are positive (1/2 is rounded up). m is as
+            large as the data allows. The rows that do not fit are *left out*.
+
+    Returns:
+        The row ids of each client.
 
     >>> [ids.tolist() for ids in label_wise(np.array([-1, 1, 1, -1, 1, -1]), 2)]
     [[1, 0, 3, 5], [2, 4]]
@@ -113,11 +130,20 @@ def label_wise(
 
 
 def feature_wise(features: Float[np.ndarray, "N d"], n: int, *, seed: int = 0) -> list[np.ndarray]:
-    """Each client holds a cluster of k-means with ``n`` clusters, rows in file order, clients by their first row.
+    """Give each client one cluster of k-means with ``n`` clusters.
 
-    Needs scikit-learn, ``commjax[data]``. One thread, so that the order of sums, hence the clusters, is always the same.
+    Needs scikit-learn, ``commjax[data]``. k-means runs on one thread, so that the order of the sums, and hence the
+    clusters, is always the same.
 
-    Thesis: L3824.
+    Thesis: Sec. B.4.2.
+
+    Args:
+        features: The features, one example a row.
+        n: The number of clients.
+        seed: The seed of k-means.
+
+    Returns:
+        The row ids of each client, in file order. The clients are ordered by their first row.
 
     >>> [ids.tolist() for ids in feature_wise(np.array([[0.0], [9.0], [0.1], [9.2], [9.1]]), 2)]
     [[0, 2], [1, 3, 4]]
@@ -131,7 +157,8 @@ def feature_wise(features: Float[np.ndarray, "N d"], n: int, *, seed: int = 0) -
     except ImportError as error:
         raise ImportError("feature_wise needs scikit-learn: pip install 'commjax[data]'") from error
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # "fewer distinct points than clusters": refused below
+        # The warning says that there are fewer distinct points than clusters, which is refused below.
+        warnings.simplefilter("ignore", ConvergenceWarning)
         clusters = KMeans(n, n_init=1, random_state=seed).fit_predict(features)  # pyright: ignore[reportArgumentType]
     found, rows = by_group(clusters)
     if len(found) < n:
@@ -140,7 +167,7 @@ def feature_wise(features: Float[np.ndarray, "N d"], n: int, *, seed: int = 0) -
 
 
 def _redrawn(draw: Callable[[], list[np.ndarray]], n: int, concentration: float, minimum: int, tries: int):
-    """The first of at most ``tries`` draws in which every client has ``minimum`` rows."""
+    """The first of at most ``tries`` draws in which every client has at least ``minimum`` rows."""
     if n < 1 or tries < 1 or minimum < 1:
         raise ValueError(f"n={n}, tries={tries}, minimum={minimum}; allowed: at least 1 each")
     if not (np.isfinite(concentration) and concentration > 0):
@@ -158,12 +185,23 @@ def _redrawn(draw: Callable[[], list[np.ndarray]], n: int, concentration: float,
 def quantity_wise(
     num_rows: int, n: int, *, concentration: float = 0.5, seed: int = 0, minimum: int = 1, tries: int = 100
 ) -> list[np.ndarray]:
-    """Shuffled rows; the sizes of the clients are in proportion to a Dirichlet(concentration, ..., concentration) draw.
+    """Shuffle the rows and draw the sizes of the clients from a Dirichlet distribution.
 
-    A draw that leaves a client fewer than ``minimum`` rows is redrawn, at most ``tries`` times.
+    The sizes are in proportion to a Dirichlet(concentration, ..., concentration) draw.
 
-    Thesis: L3825.
+    Thesis: Sec. B.4.2.
     Differs: S9 (concentration 1 is uniform on the simplex, not equal sizes; the larger, the more equal).
+
+    Args:
+        num_rows: The number of rows.
+        n: The number of clients.
+        concentration: The parameter of the Dirichlet distribution.
+        seed: The seed of the shuffle and of the draw.
+        minimum: A draw that gives a client fewer rows is repeated.
+        tries: The largest number of draws. If all of them fail, a ValueError.
+
+    Returns:
+        The row ids of each client.
 
     >>> [len(ids) for ids in quantity_wise(100, 3)]
     [23, 29, 48]
@@ -186,12 +224,24 @@ def label_dirichlet(
     minimum: int = 1,
     tries: int = 100,
 ) -> list[np.ndarray]:
-    """The shuffled rows of each class, shared out in proportion to a Dirichlet draw over the clients.
+    """Shuffle the rows of each class and split them in proportion to a Dirichlet draw over the clients.
 
-    Clients differ in their classes and in their sizes; redrawn as in ``quantity_wise``.
+    The clients differ in their classes and in their sizes.
 
-    Thesis: L3994.
-    Differs: the thesis, after FedCR, draws each client's shares of the classes and lets clients pick until no row is left.
+    Thesis: Sec. C.2.2.
+    Differs: the thesis, after FedCR, draws each client's shares of the classes and lets clients pick until no row is
+    left.
+
+    Args:
+        labels: The class of each row.
+        n: The number of clients.
+        concentration: The parameter of the Dirichlet distribution.
+        seed: The seed of the shuffles and of the draws.
+        minimum: A draw that gives a client fewer rows is repeated.
+        tries: The largest number of draws. If all of them fail, a ValueError.
+
+    Returns:
+        The row ids of each client.
 
     >>> rows = label_dirichlet(np.array([0, 1] * 50), 2)
     >>> [np.bincount(ids % 2).tolist() for ids in rows]
@@ -209,12 +259,22 @@ def label_dirichlet(
 
 
 def class_wise(labels: Shaped[np.ndarray, "N"], n: int, classes_per_client: int, *, seed: int = 0) -> list[np.ndarray]:
-    """Every client holds ``classes_per_client`` of the classes; the rows of a class go evenly to its holders.
+    """Give every client ``classes_per_client`` of the classes, and split the rows of a class evenly among its clients.
 
-    Every class has a holder, and the numbers of holders differ by at most 1, as do a class's rows per holder.
+    Every class has at least one client. The numbers of clients per class differ by at most 1, and so do the numbers of
+    rows that the clients of a class get of it.
 
-    Thesis: L3992 (FashionMNIST, EMNIST-L, CIFAR10: 5 of 10 classes; CIFAR100: 15 of 100).
+    Thesis: Sec. C.2.2 (FashionMNIST, EMNIST-L, CIFAR10: 5 of 10 classes; CIFAR100: 15 of 100).
     Differs: F23 (the released code gives each client 5 *consecutive* classes).
+
+    Args:
+        labels: The class of each row.
+        n: The number of clients.
+        classes_per_client: The number of classes of each client.
+        seed: The seed of the assignment and of the shuffles.
+
+    Returns:
+        The row ids of each client.
 
     >>> rows = class_wise(np.array([0, 1, 2] * 4), n=3, classes_per_client=2)
     >>> [np.bincount(ids % 3).tolist() for ids in rows]
@@ -229,7 +289,7 @@ def class_wise(labels: Shaped[np.ndarray, "N"], n: int, classes_per_client: int,
     rng = np.random.default_rng(seed)
     holders: list[list[int]] = [[] for _ in names]
     for i in rng.permutation(n):
-        # The classes with the fewest holders so far, ties by chance: numbers of holders never differ by more than 1.
+        # Take the classes with the fewest holders so far, ties at random: numbers of holders differ by at most 1.
         tie_break = rng.permutation(len(names))
         fewest = np.lexsort(np.stack([tie_break, [len(held) for held in holders]]))
         for c in fewest[:classes_per_client]:
@@ -244,7 +304,13 @@ def class_wise(labels: Shaped[np.ndarray, "N"], n: int, classes_per_client: int,
 
 
 def by_group(groups: Shaped[np.ndarray, "N"] | Sequence[Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The natural partition: the sorted names of the groups, and each group's rows in file order.
+    """Split the rows by group, for example by user: the natural partition.
+
+    Args:
+        groups: The group of each row.
+
+    Returns:
+        The sorted names of the groups, and for each group its row ids in file order.
 
     >>> names, rows = by_group(["b", "a", "b"])
     >>> names.tolist(), [ids.tolist() for ids in rows]
@@ -255,9 +321,18 @@ def by_group(groups: Shaped[np.ndarray, "N"] | Sequence[Any]) -> tuple[np.ndarra
 
 
 def holdout(rows: Rows, fraction: float, *, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split each client's rows at random into (train, test): round(fraction N_i) test rows, at least 1 of both.
+    """Split each client's rows at random into a training part and a test part.
 
-    The split of client i depends on (seed, i) only; both parts keep the order of the rows.
+    The test part has round(fraction N_i) rows; both parts have at least 1.
+    The split of client i depends only on (seed, i).
+
+    Args:
+        rows: The row ids of each client, at least 2.
+        fraction: The fraction of test rows.
+        seed: The seed of the split.
+
+    Returns:
+        The training row ids and the test row ids of each client. Both keep the order of the rows.
 
     >>> train, test = holdout([np.arange(4), np.arange(4, 6)], 0.25)
     >>> [ids.tolist() for ids in train], [ids.tolist() for ids in test]

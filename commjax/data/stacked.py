@@ -1,4 +1,4 @@
-"""The rows of all clients in one array, with a leading client axis."""
+"""The rows of all clients in one array with a leading client axis."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +14,15 @@ from commjax.data.partition import Rows
 
 
 class ClientData(NamedTuple):
-    """The rows of all clients, stacked; ``jax.vmap`` hands one client's slice (no ``n``) to a loss.
+    """The rows of all n clients, padded to m rows each.
 
-    A client's loss is ``sum(weights * loss of each row)``: 1/N_i on its N_i rows, 0 on padding.
+    ``jax.vmap`` passes one client's slice (no axis ``n``) to a loss. The loss of a client is
+    ``sum(weights * loss of each row)``.
+
+    Attributes:
+        features: The features, 0 on padding.
+        labels: The labels, -1 or +1; +1 on padding.
+        weights: 1/N_i on the N_i rows of client i, 0 on padding.
 
     >>> ClientData(np.ones((3, 2, 5)), np.ones((3, 2)), np.full((3, 2), 0.5)).labels.shape
     (3, 2)
@@ -27,12 +33,19 @@ class ClientData(NamedTuple):
     weights: Float[Any, "n m"]
 
     def times(self, x: Float[Array, "d"]) -> Float[Array, "m"]:
-        """Features (of one client) times x"""
+        """Multiply the features of one client by x."""
         return self.features @ x
 
 
 class Columns(NamedTuple):
-    """One client's data, the features column by column: products of many x with them, and back, are faster so on a CPU.
+    """One client's data with the features stored by column.
+
+    On a CPU, products of the features, or of their transpose, with many vectors are faster in this layout.
+
+    Attributes:
+        columns: The transposed features.
+        labels: The labels, -1 or +1.
+        weights: The weight of each row in the loss.
 
     >>> data = Columns(jnp.array([[1.0, 3.0], [2.0, 4.0]]), jnp.ones(2), jnp.ones(2))
     >>> data.times(jnp.array([1.0, -1.0])).tolist(), data.features.tolist()
@@ -45,16 +58,21 @@ class Columns(NamedTuple):
 
     @property
     def features(self) -> Float[Any, "m d"]:
-        """Row by row, as ``ClientData`` has them"""
+        """The features by row, as in ``ClientData``."""
         return self.columns.T
 
     def times(self, x: Float[Array, "d"]) -> Float[Array, "m"]:
-        """Features times x"""
+        """Multiply the features by x."""
         return x @ self.columns
 
 
 class Examples(NamedTuple):
-    """As ``ClientData``, for networks: inputs and targets of any shape and dtype.
+    """Like ``ClientData``, for networks: inputs and targets of any shape and dtype.
+
+    Attributes:
+        inputs: The inputs of the network. Padding repeats the client's first row.
+        targets: The targets: a class, or an array of classes such as the next characters. Padded like `inputs`.
+        weights: 1/N_i on the N_i rows of client i, 0 on padding.
 
     >>> Examples(np.ones((3, 2, 8, 8, 1)), np.ones((3, 2), np.int32), np.full((3, 2), 0.5)).targets.shape
     (3, 2)
@@ -77,7 +95,11 @@ def _check_rows(rows: Rows, num_rows: int, name: str) -> None:
 
 
 def check(dataset: Dataset, rows: Rows) -> None:
-    """ValueError unless features are finite, labels are -1 or +1, and every client has rows of the data set.
+    """Raise a ValueError unless features are finite, labels are -1 or +1, and every client has rows of the data set.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
 
     >>> check(Dataset(np.eye(2), np.array([-1.0, 1.0]), "two"), [np.array([0]), np.array([2])])
     Traceback (most recent call last):
@@ -91,9 +113,18 @@ def check(dataset: Dataset, rows: Rows) -> None:
 
 
 def stack(dataset: Dataset, rows: Rows, longest: int | None = None) -> ClientData:
-    """Gather each client's rows and pad to the longest client, or to `longest` rows (label +1, features 0, weight 0).
+    """Gather the rows of each client and pad them to the same length.
 
-    The padding costs memory: with ``remainder="last"`` every client is as long as the last one.
+    A padded row has features 0, label +1 and weight 0. Padding costs memory: with
+    ``partition.blocks(remainder="last")`` every client is as long as the last one.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        longest: The number of rows per client after padding. The default is the size of the largest client.
+
+    Returns:
+        The data of all clients.
 
     >>> two = Dataset(np.eye(2), np.array([-1.0, 1.0]), "two")
     >>> stack(two, [np.array([0, 1]), np.array([1])]).weights
@@ -118,9 +149,17 @@ def stack(dataset: Dataset, rows: Rows, longest: int | None = None) -> ClientDat
 def stack_rows(
     arrays: PyTree[Shaped[np.ndarray, "_ ..."]], rows: Rows, *, dtype: DTypeLike = np.float32
 ) -> tuple[PyTree[Shaped[np.ndarray, "n m ..."]], Float[np.ndarray, "n m"]]:
-    """Gather each client's rows of every array, padded to the longest client; and the weights, 1/N_i or 0.
+    """Gather the rows of each client from every array and pad them to the largest client.
 
-    Dtypes stay as they are. A padded row is the client's first row again, so that integers stay valid, with weight 0.
+    A padded row repeats the client's first row, so that integers stay valid, and has weight 0. Dtypes stay as they are.
+
+    Args:
+        arrays: A pytree of arrays with the same number of rows.
+        rows: The row ids of each client.
+        dtype: The dtype of the weights.
+
+    Returns:
+        The pytree with arrays [n, m, ...], and the weights [n, m]: 1/N_i on the N_i rows of client i, 0 on padding.
 
     >>> images, weights = stack_rows(np.arange(3, dtype=np.uint8), [np.array([0, 1]), np.array([2])])
     >>> images.tolist(), weights.tolist()
@@ -144,7 +183,16 @@ def examples(
     *,
     dtype: DTypeLike = np.float32,
 ) -> Examples:
-    """The ``stack_rows`` of inputs and targets, for ``problems.networks`` and ``runner.minibatches``.
+    """Apply ``stack_rows`` to inputs and targets, for ``models.networks`` and ``runner.minibatches``.
+
+    Args:
+        inputs: The inputs, one example a row.
+        targets: The targets, one a row.
+        rows: The row ids of each client.
+        dtype: The dtype of the weights.
+
+    Returns:
+        The examples of all clients.
 
     >>> examples(np.ones((5, 8, 8, 1)), np.arange(5), [np.arange(3), np.arange(3, 5)]).inputs.shape
     (2, 3, 8, 8, 1)
@@ -154,7 +202,16 @@ def examples(
 
 
 def row_weights(rows: Rows, num_rows: int) -> Float[np.ndarray, "N"]:
-    """What each row weighs in f = (1/n) sum_i f_i: the sum of 1/(n N_i) over the clients that hold it.
+    """Compute the weight of each row in f = (1/n) sum_i f_i.
+
+        weight of a row = sum of 1/(n N_i) over the clients i that hold the row
+
+    Args:
+        rows: The row ids of each client.
+        num_rows: The number N of rows of the data set.
+
+    Returns:
+        The weight of each row.
 
     >>> row_weights([np.array([0, 1]), np.array([1])], 3)
     array([0.25, 0.75, 0.  ])
@@ -164,13 +221,18 @@ def row_weights(rows: Rows, num_rows: int) -> Float[np.ndarray, "N"]:
 
 
 def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], Columns]:
-    """What makes one client of a cohort's: at most `size` rows, client i's weighted by shares_i, padding left out.
+    """Make a function that merges the data of a cohort into the data of one client, without padding.
 
     For a loss that is a weighted sum over rows plus a regulariser, and shares that add up to 1,
 
         loss(x, pool(size)(data, shares)) = sum_i shares_i loss(x, data_i).
 
-    A cohort with more than `size` rows gets NaN for weights: nothing is dropped in silence.
+    Args:
+        size: The number of rows of the merged data. A cohort with more rows gets NaN weights: no row is dropped
+            silently.
+
+    Returns:
+        A function of the cohort's ClientData (m clients) and of the shares [m], which returns the merged Columns.
 
     >>> two = ClientData(jnp.ones((2, 3, 1)), jnp.ones((2, 3)), jnp.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]))
     >>> pool(3)(two, jnp.array([0.25, 0.75])).weights.tolist()
@@ -185,7 +247,8 @@ def pool(size: int) -> Callable[[ClientData, Float[Array, "m"]], Columns]:
         present = weights > 0
         at = jnp.nonzero(present, size=size, fill_value=len(weights))[0]
         weights = jnp.where(jnp.sum(present) <= size, weights.at[at].get(mode="fill", fill_value=0), jnp.nan)
-        columns = jax.lax.optimization_barrier(rows.features[at].T)  # or the compiler multiplies by the rows
+        # Without the barrier the compiler undoes the transpose and multiplies by the rows.
+        columns = jax.lax.optimization_barrier(rows.features[at].T)
         return Columns(columns, rows.labels[at], weights)
 
     return pooled

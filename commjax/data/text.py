@@ -1,4 +1,4 @@
-"""Text by speaker: windows of characters, each to be continued by the next character."""
+"""Text by speaker, cut into windows of characters. The task is to predict the next character."""
 
 import os
 import re
@@ -14,9 +14,13 @@ _OPENING = re.compile(r"\s*(\S[^\n]*?)\s*:\s*")
 
 
 class Windows(NamedTuple):
-    """Windows of all speakers, one a row; ``partition.by_group(speakers)`` makes speakers clients.
+    """The windows of all speakers, one a row. ``partition.by_group(speakers)`` makes each speaker a client.
 
-    ``targets`` is ``inputs`` one character on; both are ``PADDING`` after the end of a speaker's text.
+    Attributes:
+        inputs: The ids of the characters, ``PADDING`` after the end of a speaker's text.
+        targets: ``inputs`` shifted by one character, padded in the same way.
+        speakers: The name of the speaker of each window, [N].
+        vocabulary: The characters in the order of their ids, which start at 2.
 
     >>> Windows(np.array([[2, 3]], "i4"), np.array([[3, 0]], "i4"), np.array(["A"]), "ab").mask
     array([[ True, False]])
@@ -24,22 +28,30 @@ class Windows(NamedTuple):
 
     inputs: Int32[np.ndarray, "N length"]
     targets: Int32[np.ndarray, "N length"]
-    speakers: np.ndarray  # [N], names
+    speakers: np.ndarray
     vocabulary: str
 
     @property
     def mask(self) -> Bool[np.ndarray, "N length"]:
-        """Where there is a character to predict."""
+        """True where there is a character to predict."""
         return self.targets != PADDING
 
     @property
     def num_ids(self) -> int:
-        """Padding, unknown, and the characters: the width of a network's last layer."""
+        """The number of ids: padding, unknown and the characters. It is the width of a network's last layer."""
         return len(self.vocabulary) + 2
 
 
 def speeches(text: str) -> list[tuple[str, str]]:
-    """(speaker, speech) in order: a line "NAME:" opens a speech, a blank line ends it; speeches of no words are dropped.
+    """Split a text into speeches.
+
+    A line "NAME:" starts a speech, and a blank line ends it. Speeches without words are dropped.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The pairs (speaker, speech) in order.
 
     >>> speeches("First Citizen:\\nSpeak:\\nspeak.\\n\\nAll:\\nResolved.\\n")
     [('First Citizen', 'Speak:\\nspeak.'), ('All', 'Resolved.')]
@@ -56,7 +68,14 @@ def speeches(text: str) -> list[tuple[str, str]]:
 
 
 def encode(text: str, vocabulary: str) -> Int32[np.ndarray, "N"]:
-    """The id of each character: 2, 3, ... in the order of ``vocabulary``; ``UNKNOWN`` if it is not there.
+    """Convert a text to ids.
+
+    Args:
+        text: The text.
+        vocabulary: The characters that have the ids 2, 3, ... in this order. Any other character gets ``UNKNOWN``.
+
+    Returns:
+        The id of each character.
 
     >>> encode("abz", "ab")
     array([2, 3, 1], dtype=int32)
@@ -66,7 +85,14 @@ def encode(text: str, vocabulary: str) -> Int32[np.ndarray, "N"]:
 
 
 def decode(ids: Int32[np.ndarray, "N"], vocabulary: str) -> str:
-    """The text of ``ids``: no character for padding, U+FFFD for unknown.
+    """Convert ids to a text.
+
+    Args:
+        ids: The ids.
+        vocabulary: The characters of the ids 2, 3, ...
+
+    Returns:
+        The text. Padding gives no character, unknown gives U+FFFD.
 
     >>> decode(encode("abba", "ab"), "ab")
     'abba'
@@ -76,17 +102,27 @@ def decode(ids: Int32[np.ndarray, "N"], vocabulary: str) -> str:
 
 
 def roles(text: str, *, length: int = 80, minimum: int = 1, vocabulary: str | None = None) -> Windows:
-    """Each speaker's speeches, joined by a line feed and cut into windows of ``length`` characters.
+    """Join the speeches of each speaker by a line feed and cut them into windows.
 
-    Every character but a speaker's first is the target of exactly one window; the last window is padded. Speakers
-    with fewer than ``minimum`` windows are dropped. ``vocabulary``: default, the sorted characters of ``text``.
+    Every character except a speaker's first is the target of exactly one window. The last window is padded.
 
-    Thesis: L1468 (Shakespeare, next character).
+    Thesis: Sec. 3.3.2 (Shakespeare, next character).
     Differs: S9; the LEAF and TFF files, with a client a role *and play*, are other texts with 715 or 1129 clients.
 
+    Args:
+        text: The text, as in ``speeches``.
+        length: The number of characters of a window.
+        minimum: Speakers with fewer windows are dropped.
+        vocabulary: The characters, each once. The default is the sorted characters of ``text``.
+
+    Returns:
+        The windows of all speakers, sorted by name.
+
     >>> windows = roles("A:\\nabcd\\n\\nB:\\nb\\n", length=2)
-    >>> [decode(ids, windows.vocabulary) for ids in windows.inputs], [decode(ids, windows.vocabulary) for ids in windows.targets]
-    (['ab', 'c'], ['bc', 'd'])
+    >>> [decode(ids, windows.vocabulary) for ids in windows.inputs]
+    ['ab', 'c']
+    >>> [decode(ids, windows.vocabulary) for ids in windows.targets]
+    ['bc', 'd']
     """
     if length < 1 or minimum < 1:
         raise ValueError(f"length={length}, minimum={minimum}; allowed: at least 1 each")
@@ -113,7 +149,14 @@ def roles(text: str, *, length: int = 80, minimum: int = 1, vocabulary: str | No
 
 
 def load(name: str = "shakespeare", folder: str | os.PathLike | None = None) -> str:
-    """The text of ``folder/name/input.txt`` (folder defaults to the environment variable ``COMMJAX_DATA``).
+    """Read the text ``folder/name/input.txt``.
+
+    Args:
+        name: The name of the subfolder.
+        folder: The folder that contains ``name/``. The default is the environment variable ``COMMJAX_DATA``.
+
+    Returns:
+        The text.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""From a config to the functions of its architecture."""
+"""Choose the functions of an architecture from a config."""
 
 import functools
 
@@ -7,9 +7,16 @@ from commjax.llm.base import Model
 from commjax.llm.config import Config, check
 
 
-@functools.cache  # one tuple a config, so that jit finds what it compiled for the same functions
+# The cache returns the same functions for the same config, so that jit reuses its compiled programs.
+@functools.cache
 def model(config: Config) -> Model:
-    """Llama or OPT.
+    """Make the functions of a Llama or an OPT.
+
+    Args:
+        config: The config. It is checked first.
+
+    Returns:
+        The model.
 
     >>> from commjax.llm import config
     >>> model(config.from_json({"model_type": "opt"})).linear[-1]

@@ -1,6 +1,6 @@
-"""Model folders of Hugging Face: config.json and safetensors, whole or in shards.  Nothing is ever unpickled.
+"""Read model folders of Hugging Face: config.json and safetensors, in one file or in shards. Nothing is ever unpickled.
 
-A tensor is stored as [out, in] and held as a kernel [in, out]; float32, float16 and bfloat16 are kept as they are.
+A tensor is stored as [out, in] and held as a kernel [in, out]. The dtypes float32, float16 and bfloat16 are kept.
 """
 
 import os
@@ -18,14 +18,20 @@ from commjax.llm import config as configs
 from commjax.llm.base import Layers, Model, Params, Shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.bin"  # of llama2.c; any other is read by transformers
+TOKENIZER = "tokenizer.bin"  # the tokenizer of llama2.c; transformers reads any other
 _DTYPES = ("F32", "F16", "BF16")
-# Buffers that old files carry and that follow from the config.
+# Old files contain these buffers. They are ignored, because they follow from the config.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
 
 class Checkpoint(NamedTuple):
-    """A folder whose names, shapes and dtypes fit its config; `tensors` says where each tensor is: (file, name in it)."""
+    """A checked model folder: the names, shapes and dtypes of its tensors fit its config.
+
+    Attributes:
+        folder: The folder.
+        model: The model of its config.
+        tensors: Name of a tensor in a causal model -> (file, name in this file).
+    """
 
     folder: Path
     model: Model
@@ -33,10 +39,18 @@ class Checkpoint(NamedTuple):
 
 
 def open_folder(folder: str | os.PathLike, *, finite: bool = False) -> Checkpoint:
-    """Check a model folder without loading it: only headers are read, unless `finite` looks for NaN and inf in every tensor.
+    """Check a model folder without loading it.
 
-    Refused: missing or extra tensors, an index that names a file elsewhere, shapes that contradict the config, other
-    dtypes, a head that is tied by the config and stored with other values.
+    Only headers are read, except with `finite=True` or a tied head that is stored. A ValueError or FileNotFoundError is
+    raised for missing or extra tensors, an index that names a file outside of the folder, shapes that contradict the
+    config, other dtypes, and a head that the config ties but whose stored values differ from the embedding.
+
+    Args:
+        folder: The model folder.
+        finite: True also reads every tensor and refuses NaN and inf.
+
+    Returns:
+        The checkpoint.
     """
     folder = Path(folder)
     model = architectures.model(configs.load(folder))
@@ -81,7 +95,15 @@ def open_folder(folder: str | os.PathLike, *, finite: bool = False) -> Checkpoin
 
 
 def read_block(checkpoint: Checkpoint, number: int) -> Layers:
-    """The layers of one block, and nothing else, from the disk."""
+    """Read the layers of one block from the disk, and nothing else.
+
+    Args:
+        checkpoint: The checkpoint.
+        number: The number of the block, from 0.
+
+    Returns:
+        The layers.
+    """
     count = checkpoint.model.config.num_hidden_layers
     if not 0 <= number < count:
         raise ValueError(f"number={number}; allowed: 0 to {count - 1}, the blocks of {checkpoint.folder}")
@@ -89,17 +111,32 @@ def read_block(checkpoint: Checkpoint, number: int) -> Layers:
 
 
 def read_outer(checkpoint: Checkpoint) -> Layers:
-    """The layers outside of the blocks: embeddings, last norm, head."""
+    """Read the layers outside of the blocks from the disk: embeddings, last norm, head.
+
+    Args:
+        checkpoint: The checkpoint.
+
+    Returns:
+        The layers.
+    """
     return _read(checkpoint, checkpoint.model.outer_shapes, checkpoint.model.outer_prefixes)
 
 
 def load(folder: str | os.PathLike, *, finite: bool = False) -> tuple[Model, Params]:
-    """The whole model, checked by `open_folder` first.
+    """Load a whole model. The folder is checked by `open_folder` first.
+
+    Args:
+        folder: The model folder.
+        finite: True also refuses NaN and inf in the tensors.
+
+    Returns:
+        The model and its weights.
 
     >>> import tempfile, jax
     >>> from commjax.llm import base, export
-    >>> tiny = architectures.model(configs.from_json({"model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 6,
-    ...                                               "num_attention_heads": 2, "num_hidden_layers": 1}))
+    >>> sizes = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2}
+    >>> config = configs.from_json({"model_type": "llama", "num_hidden_layers": 1, **sizes})
+    >>> tiny = architectures.model(config)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export.save(folder + "/tiny", tiny, base.init(jax.random.key(0), tiny))
     ...     load(folder + "/tiny")[1].blocks[0]["mlp.up_proj"]["kernel"].shape
@@ -111,7 +148,7 @@ def load(folder: str | os.PathLike, *, finite: bool = False) -> tuple[Model, Par
 
 
 def _canonical(stored: str) -> str:
-    """The name in a causal model: one saved without its head lacks the first word."""
+    """The name of a tensor in a causal model. A model that was saved without its head lacks the prefix "model."."""
     return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
 
 
@@ -120,7 +157,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     files = sorted(set(_index(folder).values()), key=str)
     for name in files:
-        # Links are followed: a download cache is made of them.
+        # Links are followed, because download caches consist of links.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
             raise ValueError(f"{folder / INDEX} names the file {name!r}; allowed: a file in the same folder")
         if not (folder / name).is_file():
@@ -165,7 +202,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _get(places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors one at a time, each file opened anew: an open one keeps in memory every page that was read."""
+    """Read tensors one at a time. Each file is opened again, because an open file keeps every page read in memory."""
     from safetensors import safe_open
 
     for name, (path, stored) in sorted(places.items(), key=lambda place: place[1][0]):

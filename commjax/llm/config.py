@@ -1,4 +1,4 @@
-"""What a `config.json` of Hugging Face says of a Llama or OPT model, in one tuple."""
+"""Read and write the `config.json` of a Llama or OPT model of Hugging Face."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ _CLASSES = {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _ACTIVATIONS = ("silu", "relu", "gelu")
 _ROPES = ("default", "linear", "llama3")
-# The largest sizes that are read: 8 to 100 times those of a Llama of 405 billion parameters.
+# The largest sizes that are accepted: 8 to 100 times those of a Llama with 405 billion parameters.
 MOST = {
     "vocab_size": 2**22,
     "hidden_size": 2**17,
@@ -26,32 +26,68 @@ MOST = {
 }
 
 
-_LARGEST = 1e30  # of rope_theta and the like, which are computed in float32
+_LARGEST = 1e30  # limit of rope_theta and similar numbers, which are computed in float32
 
 
 class Rope(NamedTuple):
-    """Rotary positions: the angle at position t turns by t * theta^(-2i/head_dim), slower by what `kind` says."""
+    """Rotary positions: pair i at position t is rotated by the angle t theta^(-2i/head_dim), scaled as `kind` says.
+
+    See `layers.frequencies` for the formulas.
+
+    Attributes:
+        theta: The base of the frequencies.
+        kind: The scaling of the frequencies.
+        factor: The factor of all wavelengths (linear), or of the long wavelengths (llama3).
+        low_freq_factor: llama3: wavelengths above original_length / low_freq_factor are long.
+        high_freq_factor: llama3: wavelengths below original_length / high_freq_factor are not changed.
+        original_length: llama3: the entry original_max_position_embeddings of `config.json`.
+    """
 
     theta: float = 10000.0
     kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0  # linear: of every wavelength; llama3: of the long ones
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are long
-    high_freq_factor: float = 4.0  # llama3: those below original_length / high_freq_factor stay
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     original_length: int = 8192
 
 
 class Config(NamedTuple):
-    """Sizes and switches of a model, under the names of Hugging Face; what an architecture has not stays at its default.
+    """The sizes and switches of a model, with the names and meanings of Hugging Face.
 
-    >>> Config("llama", vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
-    ...        num_key_value_heads=4, head_dim=8, max_position_embeddings=512).rope.theta
+    Fields that an architecture does not have stay at their defaults.
+
+    Attributes:
+        architecture: "llama" or "opt".
+        vocab_size: The number of ids.
+        hidden_size: The width of the hidden states.
+        intermediate_size: The width of the MLP. OPT calls it ffn_dim.
+        num_hidden_layers: The number of blocks.
+        num_attention_heads: The heads of queries.
+        num_key_value_heads: The heads of keys and values, a divisor of num_attention_heads.
+        head_dim: The width of a head.
+        max_position_embeddings: The longest window.
+        activation: The activation of the MLP.
+        tie_word_embeddings: Whether the head is the transposed embedding.
+        dtype: The dtype that the file states. The tensors keep their own dtype.
+        rms_norm_eps: Llama: the constant under the root of the norms.
+        rope: Llama: the rotary positions.
+        attention_bias: Llama: whether the layers of attention have biases.
+        mlp_bias: Llama: whether the layers of the MLP have biases.
+        word_embed_proj_dim: The width of OPT's embedding. If it is hidden_size, there are no projections.
+        do_layer_norm_before: OPT: whether the norms come before attention and MLP, or after the sums.
+        final_layer_norm: OPT: whether there is a norm before the head.
+        enable_bias: OPT: whether the layers of a block have biases.
+        layer_norm_elementwise_affine: OPT: whether the norms have a scale and a bias.
+
+    >>> Config("llama", vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5,
+    ...        num_attention_heads=8, num_key_value_heads=4, head_dim=8, max_position_embeddings=512).rope.theta
     10000.0
     """
 
     architecture: Literal["llama", "opt"]
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # OPT: ffn_dim
+    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -59,14 +95,14 @@ class Config(NamedTuple):
     max_position_embeddings: int
     activation: Literal["silu", "relu", "gelu"] = "silu"
     tie_word_embeddings: bool = False
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # what the file says; the tensors decide
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     # Llama
     rms_norm_eps: float = 1e-6
     rope: Rope = Rope()
     attention_bias: bool = False
     mlp_bias: bool = False
     # OPT
-    word_embed_proj_dim: int = 0  # equal to hidden_size: no projections
+    word_embed_proj_dim: int = 0
     do_layer_norm_before: bool = True
     final_layer_norm: bool = True
     enable_bias: bool = True
@@ -74,11 +110,18 @@ class Config(NamedTuple):
 
 
 def load(folder: str | os.PathLike) -> Config:
-    """The `config.json` of a model folder.
+    """Read the `config.json` of a model folder.
+
+    Args:
+        folder: The model folder.
+
+    Returns:
+        The config, checked.
 
     >>> import pathlib, tempfile
+    >>> content = '{"model_type": "opt", "hidden_size": 128, "num_attention_heads": 4}'
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = pathlib.Path(folder, "config.json").write_text('{"model_type": "opt", "hidden_size": 128, "num_attention_heads": 4}')
+    ...     _ = pathlib.Path(folder, "config.json").write_text(content)
     ...     load(folder).head_dim
     32
     """
@@ -97,12 +140,20 @@ def load(folder: str | os.PathLike) -> Config:
 
 
 def from_json(found: dict[str, Any]) -> Config:
-    """A parsed `config.json`, in the spelling of transformers 4 (rope_theta, rope_scaling, torch_dtype) or 5 (rope_parameters, dtype).
+    """Convert a parsed `config.json` to a Config.
 
-    Absent or null entries take the defaults of transformers.  What these models do not compute is refused, and so are
-    entries that contradict each other.
+    The spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype) are read.
+    Absent or null entries take the defaults of transformers. Options that these models do not implement, and entries
+    that contradict each other, are a ValueError.
 
-    >>> from_json({"model_type": "llama", "rope_theta": 5e5}) == from_json({"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}})
+    Args:
+        found: The parsed JSON object.
+
+    Returns:
+        The config, checked.
+
+    >>> new = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}}
+    >>> from_json({"model_type": "llama", "rope_theta": 5e5}) == from_json(new)
     True
     """
     kind = found.get("model_type")
@@ -118,7 +169,14 @@ def from_json(found: dict[str, Any]) -> Config:
 
 
 def check(config: Config) -> Config:
-    """The config itself, if its sizes fit together."""
+    """Check that the sizes of a config fit together.
+
+    Args:
+        config: The config.
+
+    Returns:
+        The same config. Sizes that do not fit, or exceed `MOST`, are a ValueError.
+    """
     for name, most in MOST.items():
         if getattr(config, name, 0) > most:
             raise ValueError(f"{name}={getattr(config, name)}; allowed: {most} at most")
@@ -139,7 +197,13 @@ def check(config: Config) -> Config:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """A `config.json` that transformers 4.57 and 5 both read.
+    """Convert a Config to a `config.json` that transformers 4.57 and 5 both read.
+
+    Args:
+        config: The config.
+
+    Returns:
+        The JSON object.
 
     >>> from_json(to_json(from_json({"model_type": "llama", "head_dim": 64}))).head_dim
     64
@@ -229,7 +293,7 @@ def _opt(found: dict[str, Any]) -> Config:
 
 
 def _rope(found: dict[str, Any], length: int) -> Rope:
-    """Both spellings at once: whatever is said twice must agree."""
+    """Merge both spellings. Entries that occur twice must agree."""
     said = [part for name in ("rope_scaling", "rope_parameters") if (part := found.get(name)) is not None]
     if not all(isinstance(part, dict) for part in said):
         raise ValueError(f"rope_scaling, rope_parameters: {said!r}; allowed: JSON objects")
@@ -237,7 +301,7 @@ def _rope(found: dict[str, Any], length: int) -> Rope:
     pairs += [(key, found.get(key)) for key in ("rope_theta", "partial_rotary_factor")]
     merged: dict[str, Any] = {}
     for key, value in pairs:
-        key = "rope_type" if key == "type" else key  # as very old files say
+        key = "rope_type" if key == "type" else key  # very old files have "type"
         if value is not None and merged.setdefault(key, value) != value:
             raise ValueError(f"{key} is {merged[key]!r} and {value!r} in two places; allowed: the same twice, or once")
     if merged.get("partial_rotary_factor") not in (None, 1):
@@ -278,7 +342,7 @@ def _whole(found: dict[str, Any], name: str, default: int | None) -> Any:
 
 
 def _shown(value: int) -> str:
-    """A number that Python may refuse to write, or that nobody wants to read."""
+    """A readable form of a number. Python refuses to print very long integers."""
     return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
 
 

@@ -1,7 +1,7 @@
-"""A small Llama that comes with the package, and the text that it was trained on: Python's own help topics.
+"""A small Llama that is part of the package, and the text that it was trained on: Python's help topics.
 
-Trained by `python -m experiments.symwanda.embedded_llm`, which writes the folder `topics` beside this file: weights, config and
-`training.json` with the losses.  Tokens are ASCII codes.
+`python -m experiments.symwanda.embedded_llm` trains the model and writes the folder `topics` beside this file: weights,
+config, and `training.json` with the losses. The tokens are ASCII codes.
 """
 
 import zlib
@@ -20,14 +20,22 @@ FOLDER = Path(str(resources.files("commjax.llm"))) / "topics"
 
 
 class Corpus(NamedTuple):
-    """ids of the text that the model was trained on, and of what it has not seen."""
+    """The ids of the texts.
+
+    Attributes:
+        train: The text that the model was trained on.
+        held_out: The text that it was not trained on.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
 
 
 def load() -> tuple[Model, Params]:
-    """The model and its weights, float32.
+    """Load the model and its weights.
+
+    Returns:
+        The model and its weights in float32.
 
     >>> model, params = load()
     >>> model.config.num_hidden_layers, model.config.vocab_size
@@ -37,7 +45,10 @@ def load() -> tuple[Model, Params]:
 
 
 def tokenizer() -> Tokenizer:
-    """A character is its ASCII code; what is not ASCII is a question mark.
+    """Make the tokenizer of the model: the id of a character is its ASCII code.
+
+    Returns:
+        The tokenizer. Characters that are not ASCII become question marks.
 
     >>> tokenizer().encode("a b"), tokenizer().decode([97, 98])
     ([97, 32, 98], 'ab')
@@ -53,9 +64,13 @@ def tokenizer() -> Tokenizer:
 
 
 def corpus() -> Corpus:
-    """Help topics of the running Python; a topic is held out if the checksum of its name is a multiple of 8.
+    """Load the help topics of the running Python.
 
-    Other versions of Python have slightly other texts.
+    A topic is held out if the checksum of its name is a multiple of 8. Other versions of Python have slightly different
+    texts.
+
+    Returns:
+        The ids of the training text and of the held-out text.
 
     >>> train, held_out = corpus()
     >>> bool(len(train) > len(held_out) > 20_000)

@@ -1,4 +1,7 @@
-"""Model folders out: written beside their place and renamed, so that what has the name is complete."""
+"""Write model folders.
+
+A folder is written under a temporary name and then renamed, so a folder with the final name is complete.
+"""
 
 import hashlib
 import json
@@ -20,7 +23,7 @@ from commjax.llm.base import Model, Params
 from commjax.llm.checkpoints import INDEX, TOKENIZER, WEIGHTS
 
 SHARD = 5 * 10**9  # bytes
-# numpy's names and safetensors', in the order in which safetensors sorts them.
+# Pairs (name in NumPy, name in safetensors), in the order in which safetensors sorts dtypes.
 _DTYPES = (
     ("bool", "BOOL"),
     ("uint8", "U8"),
@@ -40,9 +43,15 @@ _BESIDE = (".json", ".txt", ".model", ".jinja")
 
 
 def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes: int = SHARD) -> None:
-    """A new folder that transformers loads as it is; shards of at most `shard_bytes` (or one tensor), atomically.
+    """Write a model to a new folder that transformers can load, atomically.
 
-    The config's dtype becomes that of the embedding.
+    The dtype in config.json becomes that of the embedding.
+
+    Args:
+        folder: The new folder. An existing one is a ValueError.
+        model: The model.
+        params: Its weights.
+        shard_bytes: The largest size of a shard. A larger tensor gets its own shard.
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}; allowed: at least 1")
@@ -51,7 +60,14 @@ def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes
 
 
 def write_model(folder: Path, model: Model, params: Params, *, shard_bytes: int = SHARD) -> None:
-    """The files of `save`, into a folder that is there."""
+    """Write the files of `save` into an existing folder.
+
+    Args:
+        folder: The folder.
+        model: The model.
+        params: Its weights.
+        shard_bytes: The largest size of a shard. A larger tensor gets its own shard.
+    """
     count = model.config.num_hidden_layers
     if len(params.blocks) != count:
         raise ValueError(f"params has {len(params.blocks)} blocks; allowed: num_hidden_layers={count}")
@@ -76,7 +92,14 @@ def write_model(folder: Path, model: Model, params: Params, *, shard_bytes: int 
 
 @contextmanager
 def writing(folder: str | os.PathLike) -> Iterator[Path]:
-    """A hidden folder beside `folder`, which takes its name at the end, or vanishes if anything fails."""
+    """Make a hidden folder beside `folder`. It is renamed to `folder` at the end, or deleted if anything fails.
+
+    Args:
+        folder: The final name. An existing folder is a ValueError.
+
+    Returns:
+        A context manager that gives the hidden folder.
+    """
     folder = Path(folder)
     refuse_existing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,19 +114,34 @@ def writing(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 def refuse_existing(folder: str | os.PathLike) -> None:
-    """ValueError if there is something at `folder`."""
+    """Raise a ValueError if a file or folder exists at `folder`.
+
+    Args:
+        folder: The path.
+    """
     if os.path.lexists(folder):
         raise ValueError(f"folder={os.fspath(folder)!r} exists; allowed: a new folder")
 
 
 def publish(temporary: Path, folder: str | os.PathLike) -> None:
-    """Give a finished folder its name, in one step."""
+    """Rename a finished folder to its final name, in one step.
+
+    Args:
+        temporary: The finished folder.
+        folder: The final name. An existing folder is a ValueError.
+    """
     refuse_existing(folder)
     os.rename(temporary, folder)
 
 
 def copy_beside(source: Path, folder: Path, omit: Sequence[str] = ()) -> None:
-    """Config, tokenizer and whatever else is no weights, but not `omit`, from one model folder into another."""
+    """Copy the config, the tokenizer and other files that are not weights from one model folder to another.
+
+    Args:
+        source: The folder to copy from.
+        folder: The folder to copy to.
+        omit: The names of files that are not copied.
+    """
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in (INDEX, *omit) and (file.suffix in _BESIDE or file.name == TOKENIZER):
             with _named(folder / file.name):
@@ -111,16 +149,18 @@ def copy_beside(source: Path, folder: Path, omit: Sequence[str] = ()) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
-    """One safetensors file, atomically: the bytes of `safetensors.numpy.save_file`, which leaves its own temporary files
-    when it is killed.
+    """Write one safetensors file, atomically.
+
+    The bytes are those of `safetensors.numpy.save_file`, which leaves temporary files behind when it is killed.
 
     Args:
         path: The file.
         tensors: Name -> array, of any strides.
+
     Returns:
         The sha256 of the file.
     """
-    # Widest numbers first, then by name, as safetensors orders them.
+    # safetensors orders tensors by dtype, the widest first, and then by name.
     order = sorted(tensors, key=lambda name: (-_DTYPES.index(_dtype(name, tensors[name])), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -163,7 +203,7 @@ def _dtype(name: str, tensor: np.ndarray) -> tuple[str, str]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An OSError says which file could not be written."""
+    """Add the name of the file to an OSError that lacks it."""
     try:
         yield
     except OSError as error:
@@ -173,12 +213,23 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
-    """The index of a folder in shards: tensor -> name of its file."""
+    """Write the index of a folder with shards.
+
+    Args:
+        folder: The folder.
+        files: Tensor -> name of its file.
+        total_size: The bytes of all tensors.
+    """
     write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))})
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented, with a line feed at the end, atomically."""
+    """Write an indented JSON file with a line feed at the end, atomically.
+
+    Args:
+        path: The file.
+        content: The value.
+    """
     with _named(path):
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 

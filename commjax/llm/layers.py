@@ -1,4 +1,4 @@
-"""The few functions that Llama and OPT are made of, in the dtype of their inputs; norms and softmax are float32 inside."""
+"""The functions of which Llama and OPT consist, in the dtype of their inputs. Norms and softmax compute in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from commjax.llm.config import Rope
 
 Layer = dict[str, Array]  # "kernel" [in, out], "bias" [out], "scale" [d] or "embedding" [ids, d]
 
-# Scores held at once by `attention`, in float32: 64 MB.
+# The number of float32 scores that `attention` holds at once: 64 MB.
 _SCORES = 2**24
 
 
@@ -18,7 +18,14 @@ def _along_last(vector: Float[Array, "d"], x: Float[Array, "... d"]) -> Float[Ar
 
 
 def linear(layer: Layer, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-    """x W + b, where W is [in, out] and b may be absent.
+    """Apply a dense layer: x W + b.
+
+    Args:
+        layer: "kernel" W [in, out] and, optionally, "bias" b [out].
+        x: The inputs.
+
+    Returns:
+        The outputs.
 
     >>> linear({"kernel": jnp.eye(2, 3)}, jnp.ones((1, 2))).tolist()
     [[1.0, 1.0, 0.0]]
@@ -28,7 +35,17 @@ def linear(layer: Layer, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
 
 
 def rms_norm(layer: Layer, x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
-    """scale * x / sqrt(mean(x^2) + eps); the scale multiplies after the rounding to x's dtype, as in transformers.
+    """Apply an RMS norm: scale * x / sqrt(mean(x^2) + eps).
+
+    The scale multiplies after the rounding to x's dtype, as in transformers.
+
+    Args:
+        layer: "scale" [d].
+        x: The inputs.
+        eps: The constant under the root.
+
+    Returns:
+        The outputs.
 
     >>> rms_norm({"scale": jnp.array([1.0, 10.0])}, jnp.array([[2.0, 2.0]]), 0.0).round(3).tolist()
     [[1.0, 10.0]]
@@ -39,7 +56,15 @@ def rms_norm(layer: Layer, x: Float[Array, "... d"], eps: float) -> Float[Array,
 
 
 def layer_norm(layer: Layer, x: Float[Array, "... d"], eps: float = 1e-5) -> Float[Array, "... d"]:
-    """scale * (x - mean(x)) / sqrt(var(x) + eps) + bias; an empty `layer` neither scales nor shifts.
+    """Apply a layer norm: scale * (x - mean(x)) / sqrt(var(x) + eps) + bias.
+
+    Args:
+        layer: "scale" [d] and "bias" [d]. An empty layer neither scales nor shifts.
+        x: The inputs.
+        eps: The constant under the root.
+
+    Returns:
+        The outputs.
 
     >>> layer_norm({}, jnp.array([[1.0, 3.0]]), 0.0).tolist()
     [[-1.0, 1.0]]
@@ -53,7 +78,14 @@ def layer_norm(layer: Layer, x: Float[Array, "... d"], eps: float = 1e-5) -> Flo
 
 
 def activate(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """silu, relu, or gelu with the error function.
+    """Apply an activation function.
+
+    Args:
+        name: "silu", "relu", or "gelu" (with the error function).
+        x: The inputs.
+
+    Returns:
+        The outputs.
 
     >>> activate("relu", jnp.array([-1.0, 2.0])).tolist()
     [0.0, 2.0]
@@ -64,12 +96,21 @@ def activate(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:
-    """Angles turned per position, f_i = theta^(-2i/head_dim), then by `rope.kind`:
+    """Compute the angle f_i by which rotary positions rotate pair i per position.
 
-        linear:  f / factor
-        llama3:  f for wavelengths 2 pi/f < original_length / high_freq_factor,  f / factor for those > original_length /
-                 low_freq_factor,  between them (1 - s) f / factor + s f,
-                 s = (original_length f / (2 pi) - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        default:  f_i = theta^(-2i/head_dim)
+        linear:   f_i / factor
+        llama3:   f_i                                  for wavelengths 2 pi/f_i < original_length / high_freq_factor
+                  f_i / factor                         for wavelengths 2 pi/f_i > original_length / low_freq_factor
+                  (1 - s) f_i / factor + s f_i         between them, with
+                  s = (original_length f_i / (2 pi) - low_freq_factor) / (high_freq_factor - low_freq_factor)
+
+    Args:
+        rope: The parameters.
+        head_dim: The width of a head, even.
+
+    Returns:
+        The angles f_0, ..., f_{head_dim/2 - 1}.
 
     >>> frequencies(Rope(theta=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
@@ -86,7 +127,14 @@ def frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:
 
 
 def rotate(x: Float[Array, "b t heads head_dim"], rope: Rope) -> Float[Array, "b t heads head_dim"]:
-    """Turn the pair (x_i, x_{i + head_dim/2}) of the token at position t by the angle t f_i, positions from 0.
+    """Rotate the pair (x_i, x_{i + head_dim/2}) of the token at position t by the angle t f_i, positions from 0.
+
+    Args:
+        x: Queries or keys.
+        rope: The parameters of `frequencies`.
+
+    Returns:
+        The rotated vectors.
 
     >>> [f"{value:.2f}" for value in rotate(jnp.ones((1, 2, 1, 2)), Rope())[0, 1, 0]]
     ['-0.30', '1.38']
@@ -101,7 +149,17 @@ def rotate(x: Float[Array, "b t heads head_dim"], rope: Rope) -> Float[Array, "b
 def attention(
     q: Float[Array, "b t heads head_dim"], k: Float[Array, "b t kv head_dim"], v: Float[Array, "b t kv head_dim"]
 ) -> Float[Array, "b t width"]:
-    """softmax(q k' / sqrt(head_dim)) v over the tokens up to each one; head i reads keys and values of i // (heads / kv).
+    """Compute causal attention: each token attends to itself and to the tokens before it.
+
+        softmax(q k' / sqrt(head_dim)) v
+
+    Args:
+        q: The queries.
+        k: The keys. Query head i uses head i // (heads / kv) of keys and values.
+        v: The values.
+
+    Returns:
+        The outputs of all heads side by side; width = heads * head_dim.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> attention(x, x, x).shape
@@ -112,7 +170,7 @@ def attention(
     step = max(64, -(-time // 4))
 
     def part(start: int, q, k, v):
-        """Of `step` queries, over the keys up to the last of them: four parts do 5/8 of the work, and fit the cache."""
+        """Attend from `step` queries to the keys up to the last. Four parts do 5/8 of the work and fit the cache."""
         end = min(start + step, time)
         scores = jnp.einsum("gqd,kd->gqk", q[:, start:end], k[:end], preferred_element_type=jnp.float32) * size**-0.5
         before = jnp.tril(jnp.ones((end - start, end), bool), start)[None]

@@ -1,4 +1,4 @@
-"""Llama as pure functions: grouped-query attention with rotary positions, a gated MLP, RMS norms before both."""
+"""Llama as pure functions: grouped-query attention with rotary positions, a gated MLP, and an RMS norm before each."""
 
 from jaxtyping import Array, Float, Int
 
@@ -18,13 +18,19 @@ LINEAR = (
 
 
 def model(config: Config) -> Model:
-    r"""The functions of a Llama of this config.
+    r"""Make the functions of a Llama.
 
         a = norm(h);  h <- h + o(attention(rotate(q a), rotate(k a), v a))
         m = norm(h);  h <- h + down(act(gate m) * up m)
 
-    >>> config = Config("llama", vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
-    ...                 num_key_value_heads=1, head_dim=4, max_position_embeddings=16)
+    Args:
+        config: The config, with architecture "llama".
+
+    Returns:
+        The model.
+
+    >>> config = Config("llama", vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+    ...                 num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=16)
     >>> model(config).block_shapes["self_attn.k_proj"]
     {'kernel': (8, 4)}
     """
@@ -66,7 +72,14 @@ _PREFIXES = {"embed_tokens": "model.embed_tokens", "norm": "model.norm", "lm_hea
 
 
 def block_shapes(config: Config) -> Shapes:
-    """Of every layer of a block; kernels are [in, out]."""
+    """The shapes of the layers of a block.
+
+    Args:
+        config: The config.
+
+    Returns:
+        Layer -> {"kernel": (in, out), ...}.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     ends = (
@@ -88,7 +101,14 @@ def block_shapes(config: Config) -> Shapes:
 
 
 def outer_shapes(config: Config) -> Shapes:
-    """Of what is outside of the blocks."""
+    """The shapes of the layers outside of the blocks.
+
+    Args:
+        config: The config.
+
+    Returns:
+        Layer -> {"kernel": (in, out), ...}.
+    """
     found: Shapes = {
         "embed_tokens": {"embedding": (config.vocab_size, config.hidden_size)},
         "norm": {"scale": (config.hidden_size,)},

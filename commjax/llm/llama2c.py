@@ -1,4 +1,4 @@
-"""Llama models in the `.bin` layout of llama2.c, version 0: a small pretrained model without any download tool."""
+"""Read Llama models in the `.bin` format of llama2.c, version 0: small pretrained models without any download tool."""
 
 import os
 import shutil
@@ -13,16 +13,24 @@ from commjax.llm.checkpoints import TOKENIZER
 from commjax.llm.config import Config, check
 from commjax.llm.layers import Layer
 
-_HEADER = 7  # int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative: a head of its own), seq_len
+# The header: int32 dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len.
+# A negative vocab_size means that the head is stored, because it is not the embedding.
+_HEADER = 7
 
 
 def read(path: str | os.PathLike) -> tuple[Model, Params]:
-    """The model of a version-0 file, float32.
+    """Read the model of a version-0 file, float32.
 
-    After the header: embedding, attention norm, wq, wk, wv, wo, ffn norm, w1, w2, w3 (each stacked over blocks, matrices
-    [out, in]), last norm, cos and sin tables that follow from the header, and the head if it is not the embedding.
-    Rotary positions turn the neighbours (2i, 2i+1) there; the outputs of wq and wk are put in the order in which they
-    are (i, i + head_dim/2), as everywhere else here.
+    After the header the file holds: embedding, attention norm, wq, wk, wv, wo, ffn norm, w1, w2, w3 (each stacked over
+    blocks, matrices [out, in]), last norm, cos and sin tables that follow from the header, and the head if it is not
+    the embedding. llama2.c rotates the neighbours (2i, 2i+1). The outputs of wq and wk are reordered, so that the
+    rotated pairs are (i, i + head_dim/2), as `layers.rotate` expects.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model and its weights.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -45,7 +53,13 @@ def read(path: str | os.PathLike) -> tuple[Model, Params]:
 def to_hugging_face(
     path: str | os.PathLike, folder: str | os.PathLike, tokenizer: str | os.PathLike | None = None
 ) -> None:
-    """Write the model of `path` as a new model folder, with a copy of its llama2.c tokenizer (for `tokens.load`)."""
+    """Convert a llama2.c model to a new model folder of Hugging Face.
+
+    Args:
+        path: The llama2.c file.
+        folder: The new folder.
+        tokenizer: The llama2.c tokenizer, which is copied into the folder for `tokens.load`. None copies nothing.
+    """
     model, params = read(path)
     with export.writing(folder) as temporary:
         export.write_model(temporary, model, params)
@@ -57,8 +71,8 @@ def _config(path: Path, header: list[int]) -> Config:
     dim, inner, blocks, heads, kv, vocab, length = header
     if min(dim, inner, blocks, heads, kv, abs(vocab), length) < 1 or dim % heads:
         raise ValueError(
-            f"{path} begins with {header}; allowed: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len of "
-            "llama2.c's version 0, with dim a multiple of n_heads"
+            f"{path} begins with {header}; allowed: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, "
+            "seq_len of llama2.c's version 0, with dim a multiple of n_heads"
         )
     config = Config(
         architecture="llama",

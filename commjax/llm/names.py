@@ -1,4 +1,4 @@
-"""How a model's layers are called and laid out in a checkpoint: [out, in] there, kernels [in, out] here."""
+"""The names and layouts of a model's layers in a checkpoint. A checkpoint stores [out, in]; kernels are [in, out]."""
 
 from collections.abc import Mapping
 
@@ -10,17 +10,40 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias":
 
 
 def block_tensors(model: Model, number: int, layers: Layers) -> dict[str, np.ndarray]:
-    """A block as it is stored: names of Hugging Face, [out, in]."""
+    """Convert the layers of a block to the tensors of a checkpoint.
+
+    Args:
+        model: The model.
+        number: The number of the block.
+        layers: The layers. A ValueError is raised if their shapes do not fit the config.
+
+    Returns:
+        Name of Hugging Face -> tensor [out, in].
+    """
     return _tensors(layers, model.block_shapes, block_prefixes(model, number))
 
 
 def outer_tensors(model: Model, layers: Layers) -> dict[str, np.ndarray]:
-    """What is outside of the blocks, as it is stored."""
+    """Convert the layers outside of the blocks to the tensors of a checkpoint.
+
+    Args:
+        model: The model.
+        layers: The layers. A ValueError is raised if their shapes do not fit the config.
+
+    Returns:
+        Name of Hugging Face -> tensor [out, in].
+    """
     return _tensors(layers, model.outer_shapes, model.outer_prefixes)
 
 
 def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of the model holds, with its stored shape.
+    """List every tensor that a checkpoint of the model holds, with its stored shape.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Name of the tensor -> stored shape.
 
     >>> from commjax.llm import config, opt
     >>> tensor_shapes(opt.model(config.from_json({"model_type": "opt"})))["model.decoder.layers.0.fc1.weight"]
@@ -36,12 +59,28 @@ def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def block_prefixes(model: Model, number: int) -> dict[str, str]:
-    """layer -> the start of its tensors' names, in block `number`."""
+    """The prefix of the tensor names of each layer in block `number`.
+
+    Args:
+        model: The model.
+        number: The number of the block.
+
+    Returns:
+        Layer -> prefix.
+    """
     return {layer: model.block_prefix.format(number) + layer for layer in model.block_shapes}
 
 
 def leaves(shapes: Shapes, prefixes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Name of a tensor -> (layer, leaf of it)."""
+    """Map the names of tensors to the leaves of layers.
+
+    Args:
+        shapes: The shapes of the layers.
+        prefixes: Layer -> prefix of its tensors.
+
+    Returns:
+        Name of a tensor -> (layer, leaf), such as ("fc1", "kernel").
+    """
     return {f"{prefixes[layer]}.{_LEAVES[kind]}": (layer, kind) for layer, kinds in shapes.items() for kind in kinds}
 
 

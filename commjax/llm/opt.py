@@ -8,17 +8,26 @@ from commjax.llm.config import Config
 
 LINEAR = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-OFFSET = 2  # the first two rows of the table of positions are never read
+OFFSET = 2  # the first two rows of the position embeddings are never used
 
 
 def model(config: Config) -> Model:
-    r"""The functions of an OPT of this config, with norms before attention and MLP (or after the sums: OPT-350m).
+    r"""Make the functions of an OPT.
 
         h <- h + out(attention(q norm(h), k norm(h), v norm(h)))
         h <- h + fc2(act(fc1 norm(h)))
 
-    >>> config = Config("opt", vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
-    ...                 num_key_value_heads=2, head_dim=4, max_position_embeddings=16, word_embed_proj_dim=8, activation="relu")
+    If `config.do_layer_norm_before` is False (OPT-350m), the norms come after the sums instead.
+
+    Args:
+        config: The config, with architecture "opt".
+
+    Returns:
+        The model.
+
+    >>> config = Config("opt", vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+    ...                 num_attention_heads=2, num_key_value_heads=2, head_dim=4, max_position_embeddings=16,
+    ...                 word_embed_proj_dim=8, activation="relu")
     >>> model(config).block_shapes["fc1"]
     {'kernel': (8, 12), 'bias': (12,)}
     """
@@ -67,7 +76,14 @@ def model(config: Config) -> Model:
 
 
 def block_shapes(config: Config) -> Shapes:
-    """Of every layer of a block; kernels are [in, out]."""
+    """The shapes of the layers of a block.
+
+    Args:
+        config: The config.
+
+    Returns:
+        Layer -> {"kernel": (in, out), ...}.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     ends = ((hidden, hidden),) * 4 + ((hidden, inner), (inner, hidden))
 
@@ -79,7 +95,14 @@ def block_shapes(config: Config) -> Shapes:
 
 
 def outer_shapes(config: Config) -> Shapes:
-    """Of what is outside of the blocks."""
+    """The shapes of the layers outside of the blocks.
+
+    Args:
+        config: The config.
+
+    Returns:
+        Layer -> {"kernel": (in, out), ...}.
+    """
     hidden, words, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
     found: Shapes = {
         "embed_tokens": {"embedding": (vocab, words)},

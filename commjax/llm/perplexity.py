@@ -1,4 +1,4 @@
-"""Perplexity as the pruning papers measure it, block by block."""
+"""Perplexity as the pruning papers measure it, computed block by block."""
 
 import math
 from collections.abc import Iterable
@@ -12,12 +12,17 @@ from jaxtyping import Array, Float, Int
 
 from commjax.llm.base import Hidden, Layers, Model, advance_once, embed_once
 
-# Positions whose logits are held at once.
+# The number of positions whose logits are held at once.
 _POSITIONS = 512
 
 
 class Losses(NamedTuple):
-    """Of each window: the sum of -log p(token | those before it) in nats, and how many tokens were predicted."""
+    """The losses of n windows.
+
+    Attributes:
+        nats: For each window, the sum of -log p(token | tokens before it), in nats.
+        targets: For each window, the number of predicted tokens.
+    """
 
     nats: Float[np.ndarray, "n"]
     targets: Int[np.ndarray, "n"]
@@ -32,11 +37,23 @@ def losses(
     *,
     batch_size: int = 8,
 ) -> Losses:
-    """Every token of a window but its first is predicted from those before it in the window.
+    """Compute the losses of windows, block by block.
 
-    `blocks` is read once, a block at a time, for all windows: it may come from the disk
-    (``(read_block(checkpoint, i) for i in ...)``), and the activations of all windows are what is held.  `lengths` says how
-    many tokens of each window are real.  Embedding, block and head are compiled once each.
+    Every token of a window except the first is predicted from the tokens before it in the window. The activations of
+    all windows are in memory, but only one block at a time. Embedding, block and head are compiled once each.
+
+    Args:
+        model: The model.
+        outer: The outer layers.
+        blocks: The layers of each block, in order. The iterable is read once, so it may load the blocks from the disk:
+            ``(read_block(checkpoint, i) for i in ...)``.
+        windows: The ids of the tokens.
+        lengths: The number of real tokens of each window, at least 2; the tokens after them are padding. The default is
+            t.
+        batch_size: The number of windows that go through a block at once.
+
+    Returns:
+        The loss of each window.
     """
     count, time = windows.shape
     if batch_size < 1:
@@ -51,7 +68,7 @@ def losses(
     if lengths.shape != (count,) or lengths.min() < 2 or lengths.max() > time:
         raise ValueError(f"lengths={lengths}; allowed: {count} whole numbers in 2..{time}")
 
-    # The last batch is filled up with the first window, so that all have one shape.
+    # The last batch is filled up with copies of the first window, so that all batches have the same shape.
     batch_size = min(batch_size, count)
     rows = np.resize(np.arange(count), -(-count // batch_size) * batch_size)
     rows[count:] = 0
@@ -71,7 +88,13 @@ def losses(
 
 
 def nats_per_token(found: Losses) -> float:
-    """sum of nats / predicted tokens; for windows of one length, the mean of their means.
+    """Compute sum of nats / predicted tokens. For windows of one length, this is the mean of their means.
+
+    Args:
+        found: The losses.
+
+    Returns:
+        The nats per token.
 
     >>> nats_per_token(Losses(np.array([2.0, 4.0]), np.array([1, 2])))
     2.0
@@ -80,7 +103,15 @@ def nats_per_token(found: Losses) -> float:
 
 
 def perplexity(found: Losses) -> float:
-    """exp(nats per token): of the windows of `tokens.evaluation_windows`, the figure of the Wanda, RIA and DSnoT tables.
+    """Compute the perplexity exp(nats per token).
+
+    With the windows of `tokens.evaluation_windows`, this is the number in the tables of Wanda, RIA and DSnoT.
+
+    Args:
+        found: The losses.
+
+    Returns:
+        The perplexity.
 
     >>> perplexity(Losses(np.array([0.0]), np.array([3])))
     1.0
@@ -90,7 +121,7 @@ def perplexity(found: Losses) -> float:
 
 @partial(jax.jit, static_argnames="head")
 def _entropies(head, outer: Layers, h: Hidden, tokens: Int[Array, "b t"]) -> Float[Array, "b s"]:
-    """-log p of tokens 1, 2, ... of each window, a few positions at a time: all logits at once would be gigabytes."""
+    """-log p of tokens 1, 2, ... of each window, some positions at a time: all logits at once would take gigabytes."""
 
     def one(pair):
         h, target = pair

@@ -1,4 +1,4 @@
-"""Text files, and what calibration and perplexity read of them with the tokenizer of a model folder."""
+"""Read text files for calibration and perplexity, with the tokenizer of a model folder."""
 
 import os
 from pathlib import Path
@@ -8,13 +8,23 @@ from commjax.llm import checkpoints, perplexity, tokens
 from commjax.llm.perplexity import Losses
 from commjax.llm.tokens import Windows
 
-LONGEST = 2048  # tokens of a window where the model could read more, as in the papers
-MOST_SAMPLES = 2**17  # windows of a calibration; the papers have 128
-MOST_TOKENS = 2**26  # of all windows; the papers have 2^18
+LONGEST = 2048  # default length of a window if the model allows more, as in the papers
+MOST_SAMPLES = 2**17  # limit of windows of a calibration; the papers use 128
+MOST_TOKENS = 2**26  # limit of tokens of all windows; the papers use 2^18
 
 
 def documents(path: str | os.PathLike) -> list[str]:
-    """Plain text is one document; .json is a list of texts, .jsonl a text or an object with "text" a line; .xz, .gz, .bz2 of these.
+    """Read the documents of a text file.
+
+        .json      a list of texts, or of objects with a "text"
+        .jsonl     one text, or one object with a "text", per line
+        others     plain text, one document
+
+    Args:
+        path: The file, plain or packed as .xz, .gz or .bz2.
+
+    Returns:
+        The documents.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -28,7 +38,7 @@ def documents(path: str | os.PathLike) -> list[str]:
     if kind not in (".json", ".jsonl"):
         return [text]
     try:
-        # Not splitlines: U+2028 and U+0085 may stand in a JSON text.
+        # Not splitlines, which also splits at U+2028 and U+0085: these may occur in a JSON text.
         parts = [text] if kind == ".json" else [line for line in text.split("\n") if line.strip()]
         found = [bounded.parse_json(part, path) for part in parts]
         found = [one["text"] if isinstance(one, dict) else one for one in (found[0] if kind == ".json" else found)]
@@ -40,7 +50,15 @@ def documents(path: str | os.PathLike) -> list[str]:
 
 
 def window_length(folder: str | os.PathLike, length: int | None = None) -> int:
-    """`length`, by default the longest that the model reads, 2048 at most."""
+    """Choose the length of windows for a model.
+
+    Args:
+        folder: The model folder.
+        length: The length, at most that of the model. The default is the model's longest, but at most 2048 (`LONGEST`).
+
+    Returns:
+        The length.
+    """
     most = checkpoints.configs.load(folder).max_position_embeddings
     length = min(most, LONGEST) if length is None else length
     if not 2 <= length <= most:
@@ -51,11 +69,26 @@ def window_length(folder: str | os.PathLike, length: int | None = None) -> int:
 def calibration(
     folder: str | os.PathLike, path: str | os.PathLike, *, samples: int = 128, length: int | None = None, seed: int = 0
 ) -> Windows:
-    """Random windows of a text file: of one text anywhere, of many documents as the loader of C4 draws them."""
+    """Draw random windows from a text file for calibration.
+
+    A file with one document gives windows that start anywhere (`tokens.random_windows`). A file with many documents
+    gives windows as Wanda's loader of C4 draws them (`tokens.document_windows`).
+
+    Args:
+        folder: The model folder, with its tokenizer.
+        path: The text file, as in `documents`.
+        samples: The number of windows.
+        length: The length of a window, as in `window_length`.
+        seed: The seed of the draw.
+
+    Returns:
+        The windows.
+    """
     length = window_length(folder, length)
     if samples > MOST_SAMPLES or samples * length > MOST_TOKENS:
         raise ValueError(
-            f"samples={samples} windows of {length} tokens; allowed: {MOST_SAMPLES} windows, {MOST_TOKENS} tokens, at most"
+            f"samples={samples} windows of {length} tokens; "
+            f"allowed: {MOST_SAMPLES} windows, {MOST_TOKENS} tokens, at most"
         )
     found, encode = documents(path), tokens.load(folder).encode
     try:
@@ -80,9 +113,19 @@ def _check_vocabulary(folder: str | os.PathLike, windows: Windows) -> None:
 def losses(
     folder: str | os.PathLike, path: str | os.PathLike, *, length: int | None = None, batch_size: int = 8
 ) -> Losses:
-    """Of a model folder, read a block at a time, on all windows of a text file; documents are joined by a blank line.
+    """Compute the losses of a model folder on all windows of a text file.
 
-    `perplexity.perplexity` of it is the figure of the papers.
+    The model is read one block at a time. Documents are joined by a blank line. `perplexity.perplexity` of the result
+    is the perplexity of the papers.
+
+    Args:
+        folder: The model folder, with its tokenizer.
+        path: The text file, as in `documents`.
+        length: The length of a window, as in `window_length`.
+        batch_size: The number of windows that go through a block at once.
+
+    Returns:
+        The loss of each window.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; allowed: at least 1")

@@ -1,4 +1,4 @@
-"""Texts as tokens: tokenizers from a folder, and the windows that calibration and perplexity read."""
+"""Tokenizers from a model folder, and the windows of tokens for calibration and perplexity."""
 
 import heapq
 import os
@@ -13,20 +13,32 @@ from jaxtyping import Int32
 
 from commjax.llm.checkpoints import TOKENIZER
 
-BOS, _FIRST_BYTE = 1, 3  # of llama2.c: 0 unknown, 1 begin, 2 end, then the 256 bytes
+BOS, _FIRST_BYTE = 1, 3  # ids of llama2.c: 0 unknown, 1 begin, 2 end, then the 256 bytes
 
 Windows = Int32[np.ndarray, "n length"]
 
 
 class Tokenizer(NamedTuple):
-    """encode: text -> ids, with the first token that the model expects; decode: ids -> text."""
+    """The two functions of a tokenizer.
+
+    Attributes:
+        encode: Function of a text that returns its ids, starting with the first token that the model expects.
+        decode: Function of ids that returns the text.
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 
 
 def load(folder: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a model folder: `tokenizer.bin` of llama2.c, or whatever transformers finds there (offline)."""
+    """Load the tokenizer of a model folder.
+
+    Args:
+        folder: The model folder, with `tokenizer.bin` of llama2.c or with files that transformers reads (offline).
+
+    Returns:
+        The tokenizer.
+    """
     folder = Path(folder)
     if (folder / TOKENIZER).is_file():
         return llama2c(folder / TOKENIZER)
@@ -37,16 +49,18 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         raise ImportError("reading a tokenizer needs transformers: pip install 'commjax[llm]'") from error
     if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
         raise ValueError(
-            f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files (tokenizer.json, vocab.json, ...)"
+            f"{folder} has no tokenizer; allowed: tokenizer.bin of llama2.c, or Hugging Face's files "
+            "(tokenizer.json, vocab.json, ...)"
         )
-    # Anything may be in the folder, and transformers raises what it likes: Exception itself, KeyError, TypeError.
+    # For a damaged folder, transformers raises exceptions of any type: Exception itself, KeyError, TypeError.
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: {str(error).partition(chr(10))[0]}; "
+            f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; "
             "allowed: files that it reads without running code of the folder"
         ) from error
     finally:
@@ -55,10 +69,19 @@ def load(folder: str | os.PathLike) -> Tokenizer:
 
 
 def llama2c(path: str | os.PathLike) -> Tokenizer:
-    """A llama2.c tokenizer: BOS, a leading space, then the neighbours whose union has the best score are joined, the
-    leftmost first among equals, until none is a token; characters that are no tokens come as bytes.
+    """Load a llama2.c tokenizer.
 
-    The file: int32 longest length; for each token float32 score, int32 length, bytes.
+    A text is encoded as BOS, a leading space and the characters; characters that are not tokens become bytes. Then the
+    two neighbours whose union has the best score are joined, the leftmost first among equals, until no union is a
+    token.
+
+    The file holds int32 longest length; then for each token float32 score, int32 length, bytes.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tokenizer.
     """
     pieces, scores = _pieces(Path(path))
     ids: dict[bytes, int] = {}
@@ -108,7 +131,7 @@ def _bytes(pieces: list[bytes], i: int) -> bytes:
 
 
 def _merge(start: list[int], pieces: list[bytes], scores: list[float], ids: dict[bytes, int]) -> list[int]:
-    """A linked list of tokens and a heap of possible unions, (-score, place): n log n instead of llama2.c's n^2."""
+    """Join neighbours with a linked list of tokens and a heap of possible unions: n log n instead of llama2.c's n^2."""
     tokens: list[int | None] = list(start)
     count, before, after = len(start), list(range(-1, len(start) - 1)), list(range(1, len(start) + 1))
     heap: list[tuple[float, int, int, int, int]] = []
@@ -125,7 +148,7 @@ def _merge(start: list[int], pieces: list[bytes], scores: list[float], ids: dict
             return [token for token in tokens if token is not None]
         _, left, a, b, union = heapq.heappop(heap)
         right, neighbours = after[left], []
-        # Stale if either token has been joined to another one since.
+        # The entry is stale if either token has been joined to another one since.
         if tokens[left] == a and right < count and tokens[right] == b:
             tokens[left], tokens[right], after[left] = union, None, after[right]
             if after[left] < count:
@@ -134,7 +157,16 @@ def _merge(start: list[int], pieces: list[bytes], scores: list[float], ids: dict
 
 
 def evaluation_windows(ids: Sequence[int], length: int) -> Windows:
-    """floor(n / length) windows side by side; the rest is dropped, and no window gets a BOS of its own.
+    """Cut a text into floor(n / length) adjacent windows.
+
+    The remaining tokens are dropped. No BOS is added to a window.
+
+    Args:
+        ids: The n tokens of the text.
+        length: The length of a window.
+
+    Returns:
+        The windows.
 
     >>> evaluation_windows([5, 6, 7, 8, 9], 2).tolist()
     [[5, 6], [7, 8]]
@@ -147,7 +179,16 @@ def evaluation_windows(ids: Sequence[int], length: int) -> Windows:
 
 
 def random_windows(ids: Sequence[int], length: int, count: int, seed: int) -> Windows:
-    """`count` windows of one text, each from a uniform start in 0..n-length-1 (Wanda's loader of WikiText-2).
+    """Draw windows of one text, each with a uniform start in 0..n-length-1 (Wanda's loader of WikiText-2).
+
+    Args:
+        ids: The n tokens of the text.
+        length: The length of a window.
+        count: The number of windows.
+        seed: The seed of the draw.
+
+    Returns:
+        The windows.
 
     >>> random_windows(range(10), 3, 2, seed=0).tolist()
     [[6, 7, 8], [3, 4, 5]]
@@ -163,7 +204,19 @@ def random_windows(ids: Sequence[int], length: int, count: int, seed: int) -> Wi
 def document_windows(
     documents: Sequence[str], encode: Callable[[str], list[int]], length: int, count: int, seed: int
 ) -> Windows:
-    """`count` windows, each from a document drawn until one has more than `length` tokens (Wanda's loader of C4).
+    """Draw windows from documents (Wanda's loader of C4).
+
+    For each window, documents are drawn until one has more than `length` tokens. The start in it is uniform.
+
+    Args:
+        documents: The documents.
+        encode: Function of a text that returns its ids.
+        length: The length of a window.
+        count: The number of windows.
+        seed: The seed of the draw.
+
+    Returns:
+        The windows.
 
     >>> document_windows(["short", "a long text"], lambda text: list(text.encode()), 9, 1, seed=0).shape
     (1, 9)
@@ -187,7 +240,14 @@ def document_windows(
 
 
 def padded(rows: Sequence[Sequence[int]], length: int) -> tuple[Windows, Int32[np.ndarray, "n"]]:
-    """Texts of any length as rows of `length`, cut or filled with 0, and how many tokens of each row are real.
+    """Cut texts to `length` tokens, or fill them up with 0.
+
+    Args:
+        rows: The tokens of each text.
+        length: The length of a window.
+
+    Returns:
+        The windows, and the number of real tokens of each window.
 
     >>> [part.tolist() for part in padded([[7], [7, 8, 9]], 2)]
     [[[7, 0], [7, 8]], [1, 2]]

@@ -1,4 +1,4 @@
-"""Networks as Flax modules: small ones, ResNet-18, and networks that are known layer by layer."""
+"""Networks as Flax modules: small networks, ResNet-18, and networks with named layers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The networks of Chapter 4 with their layers named, so that `commjax.algorithms.fedp3.layers` can tell them apart."""
+"""The networks of Chapter 4 with named layers, as `commjax.algorithms.fedp3.layers` needs them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +14,21 @@ from commjax.pruning.statistics import Statistics, of
 
 
 class LayeredCnn(nn.Module):
-    """Layers conv1, conv2, fc1, fc2, ffc: two 5 x 5 convolutions with pooling, three dense layers without biases.
+    """Two 5 x 5 convolutions with pooling and three dense layers without biases: conv1, conv2, fc1, fc2, ffc.
 
-    With 32 x 32 x 3 images 2,804,544 parameters, as in the table; ``side=32`` pads smaller images, as its count for Fashion-MNIST
-    (2,801,344) needs.  ``width``, ``hidden`` and ``hidden_layers`` (dense ones before the last) make it smaller.
+    On 32 x 32 x 3 images it has 2,804,544 parameters, as in the table. The table's count for Fashion-MNIST, 2,801,344,
+    needs ``side=32``.
 
-    Thesis: L4005.  Differs: F4 (the text says four dense layers; the table and all its figures have three).
+    Thesis: Table C.2.  Differs: F4 (the text says four dense layers; the table and all its figures have three).
+
+    Attributes:
+        classes: The number of classes.
+        width: The channels of the convolutions.
+        hidden: The width of the dense layers before the last.
+        side: Smaller images are padded with zeros to side x side; None pads nothing.
+        patches: The switch of `networks.Conv`.
+        dtype: The dtype of parameters and activations.
+        hidden_layers: The number of dense layers before the last.
 
     >>> import jax
     >>> images = jnp.ones((1, 28, 28, 1))
@@ -52,9 +61,14 @@ class LayeredCnn(nn.Module):
 
 
 class LayeredMlp(nn.Module):
-    """Layers fc1, fc2, ..., ffc, dense, without biases: 2,910,208 parameters on 28 x 28 images.
+    """Dense layers fc1, fc2, ..., ffc without biases: 2,910,208 parameters on 28 x 28 images.
 
-    Thesis: L4020 (EMNIST-L).
+    Thesis: Table C.2 (EMNIST-L).
+
+    Attributes:
+        classes: The number of classes.
+        widths: The widths of the layers before the last.
+        dtype: The dtype of parameters and activations.
 
     >>> import jax
     >>> shapes = jax.eval_shape(LayeredMlp().init, jax.random.key(0), jnp.ones((1, 28, 28, 1)))["params"]
@@ -79,7 +93,13 @@ def _dense(width: int, name: str, dtype: Any) -> nn.Dense:
 
 
 def layers(params: Any) -> Layers:
-    """The layers of either network, in the order of computation.
+    """List the layers of a LayeredCnn or LayeredMlp, in the order of computation.
+
+    Args:
+        params: The parameters of the network.
+
+    Returns:
+        The layers; the last one is "ffc".
 
     >>> import jax
     >>> params = LayeredMlp(widths=(4,)).init(jax.random.key(0), jnp.ones((1, 8)))["params"]
@@ -90,9 +110,17 @@ def layers(params: Any) -> Layers:
 
 
 def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statistics]]:
-    """What the inputs and outputs of every kernel are on the images `held`, for scores that look at activations.
+    """Make a function that measures the inputs and outputs of every kernel, for scores that depend on activations.
 
     The inputs of a convolution are its patches, in the order of the kernel's first three axes.
+
+    Args:
+        module: The network, whose layers are `nn.Dense` or `Conv`. The patches fit a `Conv` with padding "VALID" and
+            stride 1.
+        held: The batch of images on which the network runs.
+
+    Returns:
+        A function of the parameters that returns {path of the kernel: Statistics}.
 
     >>> import jax
     >>> module, images = LayeredMlp(widths=(4,)), jnp.ones((2, 8))

@@ -1,4 +1,4 @@
-"""Networks in Flax, and the losses that make a classification problem of any Flax module."""
+"""Networks in Flax, and the losses that turn a Flax module into a classification problem."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,10 +16,18 @@ from commjax.data.stacked import Examples
 
 
 class Conv(nn.Module):
-    """A convolution with the parameters and the outputs of ``nn.Conv``.
+    """A convolution with the same parameters and outputs as ``nn.Conv``.
 
-    ``patches=True`` computes it as a sum of matrix products of shifted images: about 3 times as fast on a CPU where
-    every client has weights of its own, since ``vmap`` makes a grouped convolution, for which XLA has no fast path there.
+    Attributes:
+        features: The number of output channels.
+        size: The side of the square kernel.
+        padding: "VALID" or "SAME".
+        patches: True computes the convolution as a sum of matrix products of shifted images. On a CPU this is about 3
+            times as fast if every client has its own weights: ``vmap`` then makes a grouped convolution, for which XLA
+            has no fast path on a CPU.
+        dtype: The dtype of the parameters.
+        stride: The stride along both axes.
+        use_bias: Whether a bias is added.
 
     >>> image = jnp.ones((1, 8, 8, 3), jnp.float32)
     >>> params = Conv(4, 3).init(jax.random.key(0), image)
@@ -46,7 +54,7 @@ class Conv(nn.Module):
             around = jax.lax.padtype_to_pads(x.shape[1:3], (size, size), (stride, stride), self.padding)
             x = jnp.pad(x, ((0, 0), *around, (0, 0)))
             height, width = x.shape[1] - size + 1, x.shape[2] - size + 1
-            # Patches along one axis, a sum along the other: as fast as whole patches, in a fraction 1/size of the memory.
+            # Patches along one axis and a sum along the other are as fast as whole patches, with 1/size of the memory.
             strips = jnp.concatenate([x[:, :, j : j + width : stride] for j in range(size)], axis=-1)
             matrices = kernel.reshape(size, -1, self.features)
             x = sum(
@@ -70,7 +78,12 @@ def _flat(x: Shaped[Array, "b ..."], dtype: DTypeLike) -> Float[Array, "b d"]:
 class FedjaxCnn(nn.Module):
     """FedJAX's EMNIST model: two 3 x 3 convolutions, 1,206,590 parameters on 28 x 28 images.
 
-    Dropout acts only where ``apply`` is given an rng named "dropout".
+    Dropout is active only if ``apply`` gets an rng named "dropout".
+
+    Attributes:
+        classes: The number of classes.
+        patches: The switch of `Conv`.
+        dtype: The dtype of parameters and activations.
 
     >>> images = jnp.ones((1, 28, 28, 1))
     >>> tree.size(jax.eval_shape(FedjaxCnn().init, jax.random.key(0), images))
@@ -97,8 +110,13 @@ class FedjaxCnn(nn.Module):
 class ThesisCnn(nn.Module):
     """The thesis's FEMNIST model: two 5 x 5 convolutions, 879,422 parameters on 28 x 28 images, no dropout.
 
-    Thesis: L5059, L5069.
+    Thesis: Sec. D.5.1, Table D.4.
     Differs: P13 (the last layer is 62 wide, as in the table; the shapes are 24, 20, 10, as the counts are).
+
+    Attributes:
+        classes: The number of classes.
+        patches: The switch of `Conv`.
+        dtype: The dtype of parameters and activations.
 
     >>> images = jnp.ones((1, 28, 28, 1))
     >>> tree.size(jax.eval_shape(ThesisCnn().init, jax.random.key(0), images))
@@ -119,7 +137,15 @@ class ThesisCnn(nn.Module):
 
 
 class SmallCnn(nn.Module):
-    """For quick runs: 3 x 3 convolutions that keep the size, each followed by relu and 2 x 2 pooling; then one layer.
+    """A small network for quick runs: 3 x 3 convolutions, each with relu and 2 x 2 pooling, then one dense layer.
+
+    The convolutions keep the size of the image.
+
+    Attributes:
+        classes: The number of classes.
+        widths: The channels of the convolutions.
+        patches: The switch of `Conv`.
+        dtype: The dtype of parameters and activations.
 
     >>> images = jnp.ones((5, 8, 8, 1))
     >>> SmallCnn().init_with_output(jax.random.key(0), images)[0].shape
@@ -140,7 +166,12 @@ class SmallCnn(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Dense layers of ``widths`` with relu, then one of ``classes``; inputs of any shape are flattened.
+    """Dense layers with relu, then a dense output layer. Inputs of any shape are flattened.
+
+    Attributes:
+        classes: The number of classes.
+        widths: The widths of the layers before the output layer.
+        dtype: The dtype of parameters and activations.
 
     >>> images = jnp.ones((5, 8, 8, 1))
     >>> Mlp(widths=(32, 32)).init_with_output(jax.random.key(0), images)[0].shape
@@ -160,9 +191,15 @@ class Mlp(nn.Module):
 
 
 class ShakespeareLstm(nn.Module):
-    """FedJAX's Shakespeare model: characters embedded, LSTM layers, a score for each next character; 820,522 parameters.
+    """FedJAX's Shakespeare model: embedded characters, LSTM layers, a score for each next character.
 
-    ``vocabulary`` counts the ids: ``data.text.Windows.num_ids``.
+    It has 820,522 parameters with the default sizes.
+
+    Attributes:
+        vocabulary: The number of ids, ``data.text.Windows.num_ids``.
+        embedding: The width of the embedding.
+        widths: The widths of the LSTM layers.
+        dtype: The dtype of parameters and activations.
 
     >>> tokens = jnp.ones((1, 80), jnp.int32)
     >>> tree.size(jax.eval_shape(ShakespeareLstm().init, jax.random.key(0), tokens))
@@ -185,7 +222,13 @@ class ShakespeareLstm(nn.Module):
 
 
 class Classification(NamedTuple):
-    """What ``classification`` makes of a module; ``examples`` are those of one client (no axis ``n``).
+    """The functions that ``classification`` makes from a module. The examples are those of one client (no axis ``n``).
+
+    Attributes:
+        init: Function (key, inputs) -> parameters.
+        loss: Function (params, examples, key=None) -> loss. Dropout is active if a key is given.
+        accuracy_sums: Function (params, examples) -> (number of correct targets, number of targets). The numbers are
+            integers, which add up over clients and devices.
 
     >>> Classification._fields
     ('init', 'loss', 'accuracy_sums')
@@ -197,17 +240,24 @@ class Classification(NamedTuple):
 
 
 def _kept(targets: Int[Array, "b ..."], weights: Float[Array, "b"]):
-    """Where a target counts: in rows that are not padding, and in sequences where it is not the padding id 0."""
+    """True where a target counts: the row is not padding and, in a sequence, the target is not the padding id 0."""
     rows = jnp.broadcast_to(jax.lax.expand_dims(weights > 0, range(1, targets.ndim)), targets.shape)
     return rows & (targets > 0) if targets.ndim > 1 else rows
 
 
 def classification(module: nn.Module) -> Classification:
-    """Softmax cross entropy of a module whose outputs are [b, classes], or [b, t, classes] for sequences.
+    """Make a classification problem with softmax cross entropy from a Flax module.
 
-    ``init(key, inputs)``: params. ``loss(params, examples, key=None)``: the sum over rows of weight times cross entropy,
-    that of a sequence being the mean over its targets > 0 (0 is padding); with ``key``, dropout acts.
-    ``accuracy_sums(params, examples)``: (right, all) targets as whole numbers, which add up over clients and devices.
+        loss = sum over rows r of weights_r * cross entropy of row r
+
+    The cross entropy of a sequence is the mean over its targets > 0, because 0 is padding.
+
+    Args:
+        module: A module with outputs [b, classes], or [b, t, classes] for sequences, and with no variables except
+            "params".
+
+    Returns:
+        The functions init, loss and accuracy_sums.
 
     >>> problem = classification(Mlp(classes=3))
     >>> data = Examples(jnp.ones((2, 5)), jnp.array([0, 2]), jnp.array([0.5, 0.5]))
@@ -216,7 +266,7 @@ def classification(module: nn.Module) -> Classification:
     ((), 2)
     """
 
-    begin = jax.jit(module.init)  # once, so that every seed has the same program
+    begin = jax.jit(module.init)  # compiled once for all seeds
 
     def init(key: Key, inputs: Any) -> PyTree:
         variables = begin(key, inputs)

@@ -1,4 +1,4 @@
-"""ResNet-18 for 32 x 32 images, with its 18 layers named."""
+"""ResNet-18 for 32 x 32 images, with 18 named layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +18,22 @@ VARIANTS = ("Full", "-B2-B3 (full)", "-B2 (part)", "-B3 (part)")
 
 
 class ResNet18(nn.Module):
-    """An input layer, four blocks of four 3 x 3 convolutions with skip connections, an output layer: 11,173,962 parameters.
+    """An input layer, four blocks of four 3 x 3 convolutions with skip connections, and an output layer.
 
-    Block b has layers b{b}_1 to b{b}_4, each a convolution and its norm; the 1 x 1 convolution of the skip connection where the shape
-    changes (blocks 2 to 4) belongs to b{b}_2, after which it is added.  GroupNorm (``groups``) stands where the original has BatchNorm,
-    whose running means would be a state that clients have to exchange as well.  ``width``: channels of the first block;
-    ``patches``: as `networks.Conv`'s.
+    The network has 11,173,962 parameters. Block b has the layers b{b}_1 to b{b}_4, each a convolution and its norm.
+    Where the shape changes (blocks 2 to 4), the skip connection has a 1 x 1 convolution. It belongs to layer b{b}_2,
+    after which its output is added. GroupNorm replaces the BatchNorm of the original, because clients would have to
+    exchange the running means of BatchNorm as well.
 
-    Thesis: L1832, figure L1840.  Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
+    Thesis: Sec. 4.4.2.
+    Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
+
+    Attributes:
+        classes: The number of classes.
+        width: The channels of the first block. Each further block doubles them.
+        groups: The number of groups of GroupNorm, at most the number of channels.
+        dtype: The dtype of parameters and activations.
+        patches: The switch of `networks.Conv`.
 
     >>> import jax
     >>> shapes = jax.eval_shape(ResNet18().init, jax.random.key(0), jnp.ones((1, 32, 32, 3)))["params"]
@@ -62,7 +70,14 @@ class ResNet18(nn.Module):
 
 
 def block_layers(block: int, of: Sequence[int] = (1, 2, 3, 4)) -> list[str]:
-    """The names of layers of one block.
+    """List the names of layers of one block.
+
+    Args:
+        block: The number of the block, 1 to 4.
+        of: The numbers of the layers in the block, 1 to 4.
+
+    Returns:
+        The names.
 
     >>> block_layers(2, (1, 2))
     ['b2_1', 'b2_2']
@@ -71,7 +86,14 @@ def block_layers(block: int, of: Sequence[int] = (1, 2, 3, 4)) -> list[str]:
 
 
 def layers(params: Any) -> Layers:
-    """The 18 layers, in the order of computation."""
+    """List the 18 layers, in the order of computation.
+
+    Args:
+        params: The parameters of a ResNet18.
+
+    Returns:
+        The layers; the last one is "output".
+    """
     groups = {"input": ["input_conv", "input_norm"]}
     for block in BLOCKS:
         for name in block_layers(block):
@@ -81,9 +103,18 @@ def layers(params: Any) -> Layers:
 
 
 def left_out(name: str) -> list[list[str]]:
-    """Of a plan of the ablation: the sets of layers of which each client leaves out one.
+    """List the sets of layers of a variant of the ablation. Each client leaves out one of these sets.
 
-    Full: nothing; -B2-B3 (full): all of B2 or all of B3; -B2 (part), -B3 (part): the first or the last two layers of the block.
+        "Full"            nothing is left out
+        "-B2-B3 (full)"   all of B2, or all of B3
+        "-B2 (part)"      the first two or the last two layers of B2
+        "-B3 (part)"      the first two or the last two layers of B3
+
+    Args:
+        name: The variant, one of `VARIANTS`.
+
+    Returns:
+        The sets, each a list of names of layers.
     """
     halves = {block: [block_layers(block, (1, 2)), block_layers(block, (3, 4))] for block in (2, 3)}
     sets = {
@@ -98,8 +129,18 @@ def left_out(name: str) -> list[list[str]]:
 
 
 def variant(layers: Layers, n: int, name: str, *, seed: int = 0, keep: ArrayLike = 0.9) -> Plan:
-    """The plans of the ablation: what each client does not train, drawn for each.
+    """Make the plan of a variant of the ablation. Each client leaves out one set of `left_out`, drawn uniformly.
 
-    Thesis: L1832, table L1847.
+    Thesis: Sec. 4.4.2, Table 4.1.
+
+    Args:
+        layers: The layers of the network.
+        n: The number of clients.
+        name: The variant, one of `VARIANTS`.
+        seed: The seed of the draw.
+        keep: The fraction of weights that pruning keeps in the layers that a client does not train, in (0, 1].
+
+    Returns:
+        The plan.
     """
     return plans.without(layers, n, left_out(name), seed=seed, keep=keep)

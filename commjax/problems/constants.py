@@ -1,4 +1,4 @@
-"""What theory needs to know about a problem, computed on the host in float64."""
+"""The constants of a problem that the theory needs, computed on the host in float64."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,41 @@ from numpy.typing import ArrayLike
 
 
 class Smoothness(NamedTuple):
-    """Constants of f = (1/n) sum_i f_i, as `smoothness(L_i)` makes them from the clients'.
+    """The constants of f = (1/n) sum_i f_i. The function `smoothness` computes them from L_1, ..., L_n.
 
-    Thesis: L647, L1119 (L_tilde).
-    Differs: E1 (L_tilde has the 1/n that L2991 drops).
+    Thesis: Sec. 1.5.1, Sec. 2.5 (L_tilde).
+    Differs: E1 (L_tilde has the 1/n that Sec. A.3.1 drops).
+
+    Attributes:
+        L: The smoothness constant of f.
+        L_tilde: sqrt((1/n) sum_i L_i^2).
+        L_max: max_i L_i.
+        mu: The constant of strong convexity of f, hence also of the PL inequality; 0 if there is none.
+        L_i: The smoothness constant of each f_i.
 
     >>> smoothness(np.array([1.0, 7.0]))
     Smoothness(L=5.0, L_tilde=5.0, L_max=7.0, mu=0.0, L_i=array([1., 7.]))
     """
 
-    L: float  # of f
-    L_tilde: float  # sqrt(mean L_i^2)
+    L: float
+    L_tilde: float
     L_max: float
-    mu: float  # of strong convexity, hence also of the PL inequality; 0 where there is none
-    L_i: Float[np.ndarray, "n"]  # of f_i
+    mu: float
+    L_i: Float[np.ndarray, "n"]
 
 
 def smoothness(L_i: ArrayLike, L: float | None = None, mu: float = 0.0) -> Smoothness:
-    """Smoothness from the clients' constants; without ``L``, the bound L_tilde stands for it.
+    """Make a Smoothness from the constants of the clients.
 
     Holds if: f is L-smooth with L <= mean L_i <= L_tilde, which is checked up to rounding.
+
+    Args:
+        L_i: The smoothness constant of each client, positive.
+        L: The smoothness constant of f. The default is the bound L_tilde.
+        mu: The constant of strong convexity of f.
+
+    Returns:
+        The constants.
 
     >>> smoothness([1.0, 7.0], L=2.0, mu=0.5)[:4]
     (2.0, 5.0, 7.0, 0.5)
@@ -45,7 +60,12 @@ def smoothness(L_i: ArrayLike, L: float | None = None, mu: float = 0.0) -> Smoot
 
 
 class Optimum(NamedTuple):
-    """The minimiser of f, min f, and the gradient norm that was reached.
+    """The minimiser of f and the precision that the solver reached.
+
+    Attributes:
+        params: The minimiser.
+        value: The minimum of f.
+        gradient_norm: The norm of the gradient of f at `params`.
 
     >>> Optimum(np.zeros(2), 0.0, 0.0).value
     0.0

@@ -1,4 +1,4 @@
-"""Logistic regression, convex or nonconvex regulariser: losses (JAX), constants and optimum (host)."""
+"""Logistic regression with a convex or nonconvex regulariser: the losses in JAX, constants and optimum on the host."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from commjax.problems.constants import Optimum, Smoothness, smoothness
 
 
 def _log1p(s: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log(1 + s) = 2 artanh(u), u = s / (2 + s) <= 1/3, for 0 <= s <= 1, by its series up to rounding"""
+    """Compute log(1 + s) = 2 artanh(u), u = s / (2 + s) <= 1/3, for 0 <= s <= 1, by its series up to rounding."""
     u = s / (2 + s)
     square, series = u * u, jnp.zeros_like(u)
     for k in reversed(range(16)):
@@ -24,12 +24,19 @@ def _log1p(s: Float[Array, "..."]) -> Float[Array, "..."]:
 
 @jax.custom_jvp
 def softplus(z: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log(1 + exp(z)), in float64.
+    """Compute log(1 + exp(z)), for float64 on a CPU.
 
-    `jax.nn.softplus` calls a scalar logarithm there for every number, in its derivative too, which is slow on a CPU; in float32
-    it is the faster one.
+    In float64, `jax.nn.softplus` and its derivative call a scalar logarithm for every number, which is slow on a CPU.
+    In float32, `jax.nn.softplus` is faster than this function.
 
-    >>> print(f"{softplus(jnp.zeros(())):.4f} {softplus(jnp.asarray(-800.0)):.1f} {jax.grad(softplus)(jnp.zeros(())):.1f}")
+    Args:
+        z: The numbers.
+
+    Returns:
+        log(1 + exp(z)), elementwise.
+
+    >>> x = jnp.asarray(-800.0)
+    >>> print(f"{softplus(jnp.zeros(())):.4f} {softplus(x):.1f} {jax.grad(softplus)(jnp.zeros(())):.1f}")
     0.6931 0.0 0.5
     """
     return jnp.maximum(z, 0) + _log1p(jnp.exp(-jnp.abs(z)))
@@ -38,7 +45,7 @@ def softplus(z: Float[Array, "..."]) -> Float[Array, "..."]:
 @softplus.defjvp
 def _softplus_jvp(primals, tangents):
     (z,), (dz,) = primals, tangents
-    # exp(-|z|) serves both: 1 / (1 + exp(-z)) is this, and does not overflow.
+    # The derivative 1 / (1 + exp(-z)) is computed from exp(-|z|) too, so that it does not overflow.
     small = jnp.exp(-jnp.abs(z))
     return softplus(z), jnp.where(z >= 0, 1, small) / (1 + small) * dz
 
@@ -50,10 +57,20 @@ def _fit(params: Float[Array, "d"], data: ClientData | Columns) -> Float[Array, 
 
 
 def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -> Float[Array, ""]:
-    """f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + mu/2 |x|^2 on one client's ``data``.
+    """Logistic loss of one client with an L2 regulariser.
 
-    Thesis: Sec. 2 experiments (L2950 ff.).
+        f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + mu/2 |x|^2
+
+    Thesis: Sec. A.3.1.
     Holds if: convex; smooth and strongly convex with ``constants``.
+
+    Args:
+        params: The point x.
+        data: The rows (a_ij, b_ij) of one client, with weights 1/N_i.
+        mu: The weight of the regulariser.
+
+    Returns:
+        f_i(x).
 
     >>> one = ClientData(jnp.ones((1, 2)), jnp.ones(1), jnp.ones(1))
     >>> print(f"{loss(jnp.zeros(2), one, 0.1):.4f}")
@@ -64,10 +81,20 @@ def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -
 
 
 def nonconvex_loss(params: Float[Array, "d"], data: ClientData | Columns, lam: ArrayLike) -> Float[Array, ""]:
-    """f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + lam sum_k x_k^2 / (1 + x_k^2).
+    """Logistic loss of one client with a nonconvex regulariser.
 
-    Thesis: L3055.
+        f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + lam sum_k x_k^2 / (1 + x_k^2)
+
+    Thesis: Sec. A.3.3.
     Differs: E12 (the regulariser is 2 lam-smooth, not lam).
+
+    Args:
+        params: The point x.
+        data: The rows (a_ij, b_ij) of one client, with weights 1/N_i.
+        lam: The weight of the regulariser.
+
+    Returns:
+        f_i(x).
 
     >>> one = ClientData(jnp.zeros((1, 2)), jnp.ones(1), jnp.ones(1))
     >>> print(f"{nonconvex_loss(jnp.ones(2), one, 0.5) - jnp.log(2):.4f}")
@@ -102,11 +129,20 @@ def _check_weight(name: str, weight: float, allow_zero: bool = True) -> None:
 
 
 def constants(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
-    """The tight constants of ``loss``: L_i = lambda_max(A_i^T A_i)/(4 N_i) + mu.
+    """Compute the tight constants of ``loss``.
 
-    L is that of f = (1/n) sum_i f_i, so its matrix is the average of A_i^T A_i / N_i over clients.
+        L_i = lambda_max(A_i^T A_i) / (4 N_i) + mu
+        L   = lambda_max((1/n) sum_i A_i^T A_i / N_i) / 4 + mu
 
-    Differs: E3 (the text's L_i is ``trace_bound``), E2 (tab10 used ``reproduce_tab10``).
+    Differs: E3 (the text's L_i is ``trace_bound``), E2 (Table A.2 used ``reproduce_tab10``).
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        mu: The weight of the regulariser.
+
+    Returns:
+        The constants.
 
     >>> two = Dataset(np.diag([2.0, 4.0]), np.array([-1.0, 1.0]), "two")
     >>> L, L_tilde, L_max, mu, L_i = constants(two, [np.array([0]), np.array([1])], mu=0.5)
@@ -118,9 +154,17 @@ def constants(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
 
 
 def nonconvex_constants(dataset: Dataset, rows: Rows, lam: float) -> Smoothness:
-    """The constants of ``nonconvex_loss``: those of the fit, plus 2 lam; no strong convexity.
+    """Compute the constants of ``nonconvex_loss``: those of the logistic part plus 2 lam, and mu = 0.
 
     Differs: E12.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        lam: The weight of the regulariser.
+
+    Returns:
+        The constants.
 
     >>> two = Dataset(np.diag([2.0, 4.0]), np.array([-1.0, 1.0]), "two")
     >>> print(f"{nonconvex_constants(two, [np.array([0, 1])], lam=0.5).L:.4f}")
@@ -131,11 +175,19 @@ def nonconvex_constants(dataset: Dataset, rows: Rows, lam: float) -> Smoothness:
 
 
 def reproduce_tab10(dataset: Dataset, rows: Rows, mu: float = 0.1) -> Smoothness:
-    """The constants behind the stepsizes printed in the thesis: 2 mu for mu, and L over the pooled rows.
+    """Compute the constants behind the stepsizes printed in the thesis: 2 mu instead of mu, and L over the pooled rows.
 
-    Thesis: tab10 (L3036), n = 1000, ``rows = blocks(N, n, remainder="last", overlap=xi)``. The golden numbers
-    of xi = 2 have ``n * (N // n)`` for N (the last rows left out), which moves L_tilde by less than 0.1 %.
+    Thesis: Table A.2, n = 1000, ``rows = blocks(N, n, remainder="last", overlap=xi)``. The golden numbers for xi = 2
+    use ``n * (N // n)`` for N (without the last rows), which changes L_tilde by less than 0.1 %.
     Differs: E2. Use ``constants`` for anything else.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        mu: The weight of the regulariser.
+
+    Returns:
+        The constants. L <= L_tilde need not hold.
 
     >>> two = Dataset(np.diag([2.0, 4.0]), np.array([-1.0, 1.0]), "two")
     >>> reproduce_tab10(two, [np.array([0]), np.array([1])], mu=0.5).L_i
@@ -143,15 +195,25 @@ def reproduce_tab10(dataset: Dataset, rows: Rows, mu: float = 0.1) -> Smoothness
     """
     _check_weight("mu", mu)
     found = smoothness(_curvatures(dataset, rows) + 2 * mu, mu=mu)
-    # Pooling weighs clients by their rows, so L <= L_tilde need not hold and is not checked.
+    # Pooling weighs clients by their number of rows, so L <= L_tilde need not hold and is not checked.
     return found._replace(L=_lambda_max(dataset.features) / (4 * len(dataset.features)) + 2 * mu)
 
 
 def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
-    """The thesis's printed formula L_i = mu + (1/(4 N_i)) sum_j |a_ij|^2, a loose bound; L = L_tilde.
+    """Compute the constants by the formula printed in the thesis, a loose upper bound.
 
-    Thesis: L2991, L1459, L2228.
+        L_i = mu + (1/(4 N_i)) sum_j |a_ij|^2,   L = L_tilde
+
+    Thesis: Sec. A.3.1, Sec. 3.3.1, Sec. 5.4.
     Differs: E1 (with 1/n), E3 (1.5 to 4.4 times ``constants`` on the thesis's data).
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        mu: The weight of the regulariser.
+
+    Returns:
+        The constants.
 
     >>> two = Dataset(np.diag([2.0, 4.0]), np.array([-1.0, 1.0]), "two")
     >>> trace_bound(two, [np.array([0, 1])], mu=0.5).L
@@ -167,6 +229,16 @@ def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_ite
     """Minimise f = (1/n) sum_i f_i of ``loss`` to |grad f| <= tol, by a damped Newton method on the host.
 
     Holds if: mu > 0. A tolerance beyond float64, or too few iterations, is a RuntimeError.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        mu: The weight of the regulariser.
+        tol: The tolerance.
+        max_iterations: The largest number of Newton steps.
+
+    Returns:
+        The optimum.
 
     >>> two = Dataset(np.array([[1.0], [1.0]]), np.array([-1.0, 1.0]), "two")
     >>> optimum(two, [np.array([0, 1])], mu=0.1).params
@@ -190,9 +262,23 @@ def flix_optimum(
     tol: float = 1e-12,
     max_iterations: int = 100,
 ) -> Optimum:
-    """The same for the FLIX objective (1/n) sum_i f_i(alpha_i x + (1 - alpha_i) x_i*), x_i* the rows of ``anchors``.
+    """Minimise the FLIX objective of ``loss``, by a damped Newton method on the host.
+
+        (1/n) sum_i f_i(alpha_i x + (1 - alpha_i) x_i*)
 
     Holds if: mu > 0 and some alpha_i > 0.  |grad| <= tol max_i alpha_i, since the gradient has a factor alpha_i.
+
+    Args:
+        dataset: The data set.
+        rows: The row ids of each client.
+        mu: The weight of the regulariser.
+        alpha: The personalization factors alpha_i in [0, 1], one number or one per client.
+        anchors: The local minimisers x_i*, one a row.
+        tol: The tolerance, relative to max_i alpha_i.
+        max_iterations: The largest number of Newton steps.
+
+    Returns:
+        The optimum x.
 
     >>> two = Dataset(np.array([[1.0], [1.0]]), np.array([-1.0, 1.0]), "two")
     >>> flix_optimum(two, [np.array([0, 1])], 0.1, 0.5, np.zeros((1, 1))).params
@@ -231,7 +317,7 @@ def _newton(A, offset, weights, ridge, linear, constant, tol, max_iterations) ->
         hessian = (A.T * (weights * wrong * (1 - wrong))) @ A
         hessian[np.diag_indices_from(hessian)] += ridge
         direction = -np.linalg.solve(hessian, gradient)
-        # Near the optimum the decrease is below rounding: allow for it, and Newton's full step goes through.
+        # Near the optimum the decrease is smaller than the rounding error. The tolerance lets the full step pass.
         here, slope, rounding = value(x), gradient @ direction, 1e-14
         step = 1.0
         while step > 1e-10 and value(x + step * direction) > here + step * slope / 4 + rounding * abs(here):

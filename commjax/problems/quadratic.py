@@ -10,7 +10,11 @@ from commjax.problems.constants import Optimum, Smoothness, smoothness
 
 
 class Quadratic(NamedTuple):
-    """f_i(x) = 1/2 (x - c_i)^T H_i (x - c_i); row i is client i's data.
+    """The functions f_i(x) = 1/2 (x - c_i)^T H_i (x - c_i) of n clients.
+
+    Attributes:
+        H: The matrices H_i, symmetric.
+        c: The centres c_i.
 
     >>> Quadratic(H=np.ones((3, 1, 1)), c=np.zeros((3, 1))).c.shape
     (3, 1)
@@ -21,7 +25,14 @@ class Quadratic(NamedTuple):
 
 
 def loss(params: Float[Array, "d"], data: Quadratic) -> Float[Array, ""]:
-    """f_i at ``params``, for one client's row of a Quadratic.
+    """Compute f_i(x) = 1/2 (x - c_i)^T H_i (x - c_i) of one client.
+
+    Args:
+        params: The point x.
+        data: One client's row of a Quadratic: H_i [d, d] and c_i [d].
+
+    Returns:
+        f_i(x).
 
     >>> print(loss(jnp.ones(2), Quadratic(2 * jnp.eye(2), jnp.zeros(2))))
     2.0
@@ -31,9 +42,22 @@ def loss(params: Float[Array, "d"], data: Quadratic) -> Float[Array, ""]:
 
 
 def random(seed: int, n: int, d: int, *, mu: float, L: float, heterogeneity: float = 1.0) -> Quadratic:
-    """Random H_i with eigenvalues uniform in [mu, L]; c_i = common point + ``heterogeneity`` * N(0, I).
+    """Draw random quadratic clients.
+
+        H_i = Q_i diag(eigenvalues uniform in [mu, L]) Q_i^T,   c_i = c + heterogeneity * N(0, I)
 
     Client 0 has both ends of the spectrum (if d = 1, only L), so that L_max = L exactly up to rounding.
+
+    Args:
+        seed: The seed.
+        n: The number of clients.
+        d: The dimension.
+        mu: The lower end of the spectrum, positive.
+        L: The upper end of the spectrum.
+        heterogeneity: The standard deviation of the centres c_i around the common point c.
+
+    Returns:
+        The clients.
 
     >>> problem = random(0, n=3, d=4, mu=0.5, L=2.0)
     >>> print(f"{constants(problem).L_max:.6f}")
@@ -50,15 +74,21 @@ def random(seed: int, n: int, d: int, *, mu: float, L: float, heterogeneity: flo
     spectra[0, 0], spectra[0, -1] = mu, L
     bases, _ = np.linalg.qr(rng.standard_normal((n, d, d)))
     H = (bases * spectra[:, None, :]) @ bases.transpose(0, 2, 1)
-    H = (H + H.transpose(0, 2, 1)) / 2  # exactly symmetric, in spite of rounding
+    H = (H + H.transpose(0, 2, 1)) / 2  # makes H exactly symmetric, in spite of rounding
     c = rng.standard_normal(d) + heterogeneity * rng.standard_normal((n, d))
     return Quadratic(H, c)
 
 
 def constants(problem: Quadratic) -> Smoothness:
-    """Exact constants: L_i = lambda_max(H_i); L and mu are the extreme eigenvalues of mean_i H_i.
+    """Compute the exact constants: L_i = lambda_max(H_i); L and mu are the extreme eigenvalues of mean_i H_i.
 
     Holds if: every H_i is symmetric and positive semidefinite, and not zero.
+
+    Args:
+        problem: The clients.
+
+    Returns:
+        The constants.
 
     >>> constants(Quadratic(np.array([[[1.0, 0.0], [0.0, 3.0]], [[3.0, 0.0], [0.0, 1.0]]]), np.zeros((2, 2))))
     Smoothness(L=2.0, L_tilde=3.0, L_max=3.0, mu=2.0, L_i=array([3., 3.]))
@@ -76,9 +106,15 @@ def constants(problem: Quadratic) -> Smoothness:
 
 
 def optimum(problem: Quadratic) -> Optimum:
-    """The minimiser of f = (1/n) sum_i f_i, from the normal equations (mean_i H_i) x = mean_i H_i c_i.
+    """Minimise f = (1/n) sum_i f_i by the normal equations (mean_i H_i) x = mean_i H_i c_i.
 
     Holds if: f is strongly convex; otherwise a ValueError.
+
+    Args:
+        problem: The clients.
+
+    Returns:
+        The optimum.
 
     >>> optimum(Quadratic(np.array([[[1.0]], [[3.0]]]), np.array([[0.0], [4.0]])))
     Optimum(params=array([3.]), value=3.0, gradient_norm=0.0)
