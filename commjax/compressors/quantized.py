@@ -71,9 +71,12 @@ def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
     """Return the omega of `dithering`; for p >= 2 it is at most QSGD's min(d/s^2, sqrt(d)/s).
 
     With y = |x| / |x|_p the relative variance is sum phi(y_i) / sum y_i^2, where phi = f(1-f)/s^2 and f = frac(s y).
-    As a function of z = y^2, the smallest concave bound of phi is sqrt(z)/s - z up to its first maximum at z = 1/(4
-    s^2), and 1/(4 s^2) beyond.  By Jensen's inequality the supremum is at most d env(c^2/d) / c^2, where env is this
-    concave bound and c = min |y|_2.  On the first branch it is attained where all |x_j| are equal.
+    As a function of z = y^2, phi has the smallest concave bound
+
+        env(z) = sqrt(z)/s - z  if z <= 1/(4 s^2),  else 1/(4 s^2)
+
+    By Jensen's inequality the supremum is at most d env(c^2/d) / c^2 with c = min |y|_2.  On the first branch it is
+    attained where all |x_j| are equal.
 
     Args:
         d: dimension.
