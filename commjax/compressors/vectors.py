@@ -42,7 +42,14 @@ def check_count(name: str, argument: str, value: object) -> None:
 
 
 def value_bits(dtype) -> int:
-    """Return the number of bits of one number of this dtype on the wire."""
+    """Return the number of bits of one number on the wire.
+
+    Args:
+        dtype: dtype of the number.
+
+    Returns:
+        8 times the size of the dtype in bytes.
+    """
     return 8 * np.dtype(dtype).itemsize
 
 

@@ -32,12 +32,27 @@ class IndexCode(NamedTuple):
 
 
 def whole_bytes(bits: int) -> int:
-    """Round a number of bits up to a multiple of 8, which is what is sent."""
+    """Round a number of bits up to a multiple of 8, which is what is sent.
+
+    Args:
+        bits: number of bits.
+
+    Returns:
+        The multiple of 8.
+    """
     return 8 * -(-bits // 8)
 
 
 def low_bits(d: int, k: int) -> int:
-    """Return l = max(0, floor(log2(d / k))): the number of low bits that Elias-Fano writes unchanged."""
+    """Return l = max(0, floor(log2(d / k))), the number of low bits that Elias-Fano writes unchanged.
+
+    Args:
+        d: number of positions to choose from.
+        k: number of chosen positions.
+
+    Returns:
+        l.
+    """
     return max(0, (d // k).bit_length() - 1)
 
 
@@ -100,13 +115,28 @@ def pack_integers(values: np.ndarray, width: int) -> Bits:
 
 
 def unpack_integers(bits: Bits, width: int) -> np.ndarray:
-    """Invert `pack_integers`."""
+    """Invert `pack_integers`.
+
+    Args:
+        bits: bits [k * width].
+        width: number of bits of each value.
+
+    Returns:
+        Integers [k], dtype uint64.
+    """
     rows = bits.reshape(-1, width).astype(np.uint64)
     return (rows << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
 
 
 def to_bytes(bits: Bits) -> bytes:
-    """Pack bits into bytes, the low bit first; the last byte is padded with zeros."""
+    """Pack bits into bytes, the low bit first; the last byte is padded with zeros.
+
+    Args:
+        bits: array of 0 and 1.
+
+    Returns:
+        The bytes.
+    """
     return np.packbits(bits, bitorder="little").tobytes()
 
 
@@ -213,7 +243,14 @@ def decode_indices(data: bytes, d: int, k: int) -> np.ndarray:
 
 
 def encode_values(values: np.ndarray) -> bytes:
-    """Return the bytes of an array, in its own dtype."""
+    """Return the bytes of an array, in its own dtype.
+
+    Args:
+        values: an array of any shape.
+
+    Returns:
+        The bytes.
+    """
     return np.ascontiguousarray(values).tobytes()
 
 
@@ -236,6 +273,12 @@ def decode_values(data: bytes, k: int, dtype: np.dtype) -> np.ndarray:
 
 def encode_tree(tree: PyTree) -> bytes:
     """Write the leaves of a tree uncompressed, one after another: `rounds.dense_bits` bits.
+
+    Args:
+        tree: pytree of arrays.
+
+    Returns:
+        The bytes.
 
     >>> encode_tree({"b": np.float32(1), "a": np.zeros(2, np.int8)}).hex()
     '00000000803f'
@@ -301,7 +344,15 @@ def radix_block(base: int) -> tuple[int, int]:
 
 
 def radix_bits(d: int, base: int) -> int:
-    """Return the number of bits of d digits of this base; see `radix_block`."""
+    """Return the number of bits of d digits; see `radix_block`.
+
+    Args:
+        d: number of digits.
+        base: base of the digits.
+
+    Returns:
+        The number of bits, a multiple of 8.
+    """
     digits, size = radix_block(base)
     return 8 * size * -(-d // digits)
 

@@ -132,7 +132,14 @@ def distribution(name: str, p: Any) -> Vector:
 
 
 def squares(rows: Float[np.ndarray, "k d"]) -> Float[np.ndarray, "k"]:
-    """Return the squared norm of each row."""
+    """Return the squared norm of each row.
+
+    Args:
+        rows: vectors [k, d].
+
+    Returns:
+        Numbers [k].
+    """
     return np.sum(rows**2, axis=1)
 
 
@@ -153,11 +160,25 @@ class Parts(NamedTuple):
     table: Int[np.ndarray, "b k"]
 
     def sums(self, rows: Rows) -> Float[np.ndarray, "b d"]:
-        """Return the sum of the rows of each cluster."""
+        """Return the sum of the rows of each cluster.
+
+        Args:
+            rows: one vector per client, [n, d].
+
+        Returns:
+            Vectors [b, d].
+        """
         return np.stack([rows[ids].sum(axis=0) for ids in self.members])
 
     def variances(self, rows: Rows) -> Float[np.ndarray, "b"]:
-        """Return v_j = mean over cluster j of |a_i - mean of cluster j|^2."""
+        """Return v_j = mean over cluster j of |a_i - mean of cluster j|^2.
+
+        Args:
+            rows: a_i, one vector per client, [n, d].
+
+        Returns:
+            v_j, [b].
+        """
         return np.array([squares(rows[ids] - rows[ids].mean(axis=0)).mean() for ids in self.members])
 
 

@@ -1,4 +1,6 @@
-"""EF-BV: scalings, contraction factors, stepsizes and rates in forms that do not cancel (thesis: Sec. 2.2 to 2.5, errata E5).
+"""EF-BV: scalings, contraction factors, stepsizes and rates, computed without cancellation (errata E5).
+
+Thesis: Sec. 2.2 to 2.5.
 
 With realistic compressors 1 - r is about 1e-3 and s* about 1e-4, so `sqrt((1+r)/(2r)) - 1` loses four digits in float64
 and all of them in float32.  Every formula below is a ratio of sums of positive terms, and is finite at r = 0 (no

@@ -133,7 +133,14 @@ def pick(condition: Array, yes: Any, no: Any) -> Any:
 
 
 def finite(point: Point) -> Array:
-    """Return whether the value and the gradient at a point are finite."""
+    """Return whether the value and the gradient at a point are finite.
+
+    Args:
+        point: the point.
+
+    Returns:
+        One boolean.
+    """
     return jnp.isfinite(point.value) & jnp.all(jnp.isfinite(point.grad))
 
 
