@@ -1,11 +1,11 @@
-"""Compressors: members of C(eta, omega) on pytrees, with their constants, their wire format and its price.
+"""Compressors of pytrees: their constants in C(eta, omega), their wire format and its length in bits.
 
-    identity  top_k  rand_k  comp  mix              sparse: k coordinates
-    natural  dithering  ternary  scaled_sign        quantized: few bits each
-    m_nice  perm_k                                  joint: clients share the work
-    scaled  rounded  leafwise                       made of another one
+    identity  top_k  rand_k  comp  mix              sparse: send k coordinates
+    natural  dithering  ternary  scaled_sign        quantized: send few bits per coordinate
+    m_nice  perm_k                                  joint: the clients coordinate what they send
+    scaled  rounded  leafwise                       built from another compressor
 
-A compressor sees a pytree as one vector, so that top_k(2) sends two numbers in all; `leafwise` works leaf by leaf.
+A compressor treats a pytree as one vector: top_k(2) sends two numbers in all.  `leafwise` compresses leaf by leaf.
 """
 
 from commjax.compressors.certify import Certificate, ViolatedConstantError, certify

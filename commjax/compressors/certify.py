@@ -1,4 +1,4 @@
-"""Does a compressor keep the constants it states?  Measured, exactly where that is possible.  `format.check` tests its bytes."""
+"""Measure whether a compressor satisfies the constants that it states.  `format.check` tests its bytes."""
 
 from typing import NamedTuple
 
@@ -9,33 +9,56 @@ import numpy as np
 from commjax.compressors.format import check
 from commjax.core.base import Compressor, Constants, Key
 
-_LARGEST_LAW = 4096  # outcomes; beyond it sampling is cheaper
-_DRAWS_OF_LAW = 200  # of `compress`, for each trial vector of an enumeration
+# Largest number of outcomes to enumerate; beyond it, sampling is cheaper.
+_LARGEST_LAW = 4096
+# Draws of `compress` per trial vector that an enumeration compares with the outcomes.
+_DRAWS_OF_LAW = 200
 _TOLERANCE = 1e-9
 
 
 class ViolatedConstantError(ValueError):
-    """A compressor that does more harm than it says."""
+    """A measured constant of a compressor is larger than the stated one."""
 
 
 class Certificate(NamedTuple):
-    """`measured` is the largest value seen over the trial vectors: exact under enumeration, else a lower confidence bound."""
+    """The result of `certify`: stated and measured constants.
+
+    Attributes:
+        method: "enumeration", or the number of samples.
+        stated: the constants that the compressor states.
+        measured: the largest values over the trial vectors: exact under enumeration, else lower confidence bounds.
+        estimate: the largest estimates over the trial vectors; equal to `measured` under enumeration.
+    """
 
     method: str
     stated: Constants
     measured: Constants
-    estimate: Constants  # equals `measured` under enumeration
+    estimate: Constants
 
 
 def trial_vectors(rng: np.random.Generator, d: int, n: int, count: int) -> np.ndarray:
-    """[count + 6, n, d]: Gaussian, heavy-tailed and centred clouds, and the flat and sparse vectors where bounds are attained."""
+    """Return trial vectors [count + 6, n, d] for `certify`.
+
+    Six are fixed: flat and sparse vectors at which the bounds of known compressors are attained.  The others are
+    random: one third is Gaussian, one third heavy-tailed, one third heavy-tailed and centred over the clients (if n >
+    1).
+
+    Args:
+        rng: NumPy generator of the random vectors.
+        d: dimension.
+        n: number of clients.
+        count: number of random vectors.
+
+    Returns:
+        Array [count + 6, n, d].
+    """
     clouds = rng.standard_normal((count, n, d))
     clouds[count // 3 :] *= np.exp(2 * rng.standard_normal((count - count // 3, n, d)))
     centred = clouds - clouds.mean(axis=1, keepdims=True)
     clouds[2 * count // 3 :] = centred[2 * count // 3 :] if n > 1 else clouds[2 * count // 3 :]
     flat = np.ones((n, d))
     sign = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
-    sign[-1] *= n % 2 == 0  # an odd client stays silent, so that the rows add up to zero
+    sign[-1] *= n % 2 == 0  # if n is odd, the last row is zero, so that the rows add up to zero
     one = np.tile(np.eye(d)[0], (n, 1))
     half = np.tile((np.arange(d) < max(1, d // 2)).astype(float), (n, 1))
     peak = np.tile(np.where(np.arange(d) == 0, 1.0, 1 / (np.sqrt(d) + 1)), (n, 1))
@@ -44,7 +67,7 @@ def trial_vectors(rng: np.random.Generator, d: int, n: int, count: int) -> np.nd
 
 
 def _sizes(xs: np.ndarray) -> np.ndarray:
-    return np.maximum((xs**2).sum(axis=1), np.finfo(float).tiny)  # C(0) = 0, so 0 / tiny is what we want
+    return np.maximum((xs**2).sum(axis=1), np.finfo(float).tiny)  # C(0) = 0: the relative error 0 / tiny is 0
 
 
 def _exact(compressor: Compressor, xs: np.ndarray) -> Constants:
@@ -59,14 +82,14 @@ def _exact(compressor: Compressor, xs: np.ndarray) -> Constants:
 
 
 def _follows_its_law(compressor: Compressor, xs: np.ndarray, draws: np.ndarray, precision: float) -> bool:
-    """Is every draw of `compress` one of the outcomes that have a positive probability?"""
+    """Return whether every draw of `compress` is one of the outcomes with positive probability."""
     probability, values = compressor.outcomes(xs)  # type: ignore[misc]
     distance = np.abs(draws[:, None] - values[probability > 0][None]).max(axis=(2, 3))
     return bool((distance.min(axis=1) <= precision * (np.abs(xs).max() + np.abs(values).max())).all())
 
 
 def _sampler(compressor: Compressor, n: int):
-    """(keys [samples], xs [n, d]) -> values [samples, n, d]"""
+    """Return a jitted function (keys [samples], xs [n, d]) -> values [samples, n, d]."""
 
     def once(key, xs):
         return jax.vmap(lambda x, id: compressor.compress(key, x, id, n).value)(xs, jnp.arange(n))
@@ -75,7 +98,7 @@ def _sampler(compressor: Compressor, n: int):
 
 
 def _bounds(values: np.ndarray, xs: np.ndarray, z: float) -> tuple[Constants, Constants]:
-    """(lower confidence bounds, estimates), z standard errors apart."""
+    """Return (lower confidence bounds, estimates); a bound lies z standard errors below its estimate."""
     samples = len(values)
     mean, sizes = values.mean(axis=0), _sizes(xs)
     squares = ((values - mean) ** 2).sum(axis=2) / sizes  # [samples, n]
@@ -85,7 +108,7 @@ def _bounds(values: np.ndarray, xs: np.ndarray, z: float) -> tuple[Constants, Co
     error = z / np.sqrt(samples)
     bias = np.sqrt(((mean - xs) ** 2).sum(axis=1) / sizes)
     noise = np.sqrt(omega / samples)
-    slack = (1 + z) ** 2 / samples  # the mean is estimated too, and so is the spread of the squares
+    slack = (1 + z) ** 2 / samples  # because the mean and the spread of the squares are estimated, too
     lower = Constants(
         max(0.0, (bias - (1 + z) * noise).max()),
         max(0.0, (omega * (1 - slack) - error * squares.std(axis=0)).max()),
@@ -106,12 +129,30 @@ def certify(
     z: float = 5.0,
     enumerate_up_to: int = 6,
 ) -> Certificate:
-    """Measure eta, omega and omega_ran of n clients on R^d, and refuse constants that are violated.
+    """Measure eta, omega and omega_ran of n clients on R^d, and raise an error if a stated constant is violated.
 
-    For d and n small enough every outcome is enumerated and the expectations are exact (and what `compress` draws must be
-    among the outcomes); otherwise they are sampled, and a constant counts as violated when it lies z standard errors below the
-    estimate.  A measured value is a lower bound of the true constant: the supremum is over the trial vectors only.
-    `check` then compares `compress` with `encode` and `decode` on vectors of R^d in JAX's default precision.
+    If d and n are small, every outcome is enumerated: the expectations are exact, and each draw of `compress` must be
+    one of the outcomes.  Otherwise the expectations are sampled.  A constant is violated if it is below the measured
+    value, up to rounding.  A measured value is a lower bound of the true constant, because the supremum is over the
+    trial vectors only.  At the end, `check` compares `compress` with `encode` and `decode` on vectors of R^d in JAX's
+    default precision.
+
+    Args:
+        compressor: the compressor to test.
+        d: dimension.
+        n: number of clients.
+        key: random key; `jax.random.key(0)` if None.
+        trials: number of random trial vectors; see `trial_vectors`.
+        samples: number of draws for each trial vector when sampling.
+        z: number of standard errors between an estimate and its lower confidence bound.
+        enumerate_up_to: largest d for which outcomes are enumerated (and n must be at most 3).
+
+    Returns:
+        The stated, measured and estimated constants.
+
+    Raises:
+        ViolatedConstantError: if a constant is violated, if a draw is not one of the outcomes, or if it is not finite.
+        WireFormatError: if `check` fails.
 
     >>> from commjax.compressors import rand_k
     >>> certify(rand_k(2), d=4, n=2).measured
@@ -132,16 +173,17 @@ def certify(
         for xs in np.asarray(jnp.asarray(trial), np.float64):
             if not _follows_its_law(compressor, xs, np.asarray(sample(keys, jnp.asarray(xs)), np.float64), rounding):
                 raise ViolatedConstantError(
-                    f"{compressor.name} on R^{d} with {n} clients: `compress` drew a value that is none of its `outcomes`"
+                    f"{compressor.name} on R^{d} with {n} clients: "
+                    "`compress` drew a value that is none of its `outcomes`"
                 )
     else:
-        trial = np.asarray(jnp.asarray(trial), np.float64)  # what it is in JAX's default precision
+        trial = np.asarray(jnp.asarray(trial), np.float64)  # rounded to JAX's default precision
         tolerance = max(tolerance, rounding)
         keys = [jax.random.split(one, samples) for one in jax.random.split(key, len(trial))]
         pairs = []
         for k, xs in zip(keys, trial):
             values = np.asarray(sample(k, jnp.asarray(xs)), np.float64)
-            if not np.all(np.isfinite(values)):  # no comparison with NaN would find it
+            if not np.all(np.isfinite(values)):  # comparisons with NaN are False, so they would not raise
                 raise ViolatedConstantError(
                     f"{compressor.name} on R^{d} with {n} clients: `compress` drew a value that is not finite"
                 )

@@ -1,4 +1,4 @@
-"""Compressors made of others."""
+"""Compressors that are built from another compressor."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,20 @@ from commjax.core.base import Compressor, Constants, Message
 
 
 def scaled(factor: float, compressor: Compressor) -> Compressor:
-    """lambda C, in C(lambda eta + 1 - lambda, lambda^2 omega).  The factor is known to both sides and is not sent.
+    """Scale the output of a compressor by a constant factor lambda.
 
-    Thesis: Prop. 1 (L840).
+        C'(x) = lambda C(x)
+
+    Both sides know the factor, so it is not sent.
+    Thesis: Prop. 2.2.1.
     Differs: E7 (eta' is in [0, 1)).
+
+    Args:
+        factor: lambda, 0 < lambda <= 1.
+        compressor: C, in C(eta, omega).
+
+    Returns:
+        A compressor in C(lambda eta + 1 - lambda, lambda^2 omega), with lambda^2 omega_ran.
 
     >>> from commjax.compressors import rand_k
     >>> round(scaled(0.1, rand_k(1)).constants(10).omega, 12)  # keeps one entry unchanged
@@ -24,7 +34,8 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
 
     def compress(key, x, id=0, n=1):
         value, bits = compressor.compress(key, x, id, n)
-        # The inner value is rounded first: XLA would merge the two factors, and the value differ from the decoded one.
+        # The inner value is rounded first.  Otherwise XLA would merge the two factors, and the value would differ from
+        # the decoded one.
         return Message(tree.once(tree.times(factor, tree.once(value))), bits)
 
     def decode(key, data, like, id=0, n=1):
@@ -49,11 +60,22 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
 
 
 def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
-    """x is rounded to `dtype` first, so that a float64 run pays for float32 numbers, honestly.
+    """Round x to `dtype` before compressing it, so that a float64 run sends numbers of fewer bits.
 
-    With u the unit roundoff, by Minkowski's inequality a member of C(eta, omega) becomes one of
-        C(eta + u (1 + eta), (1+u)^2 omega),   omega_ran likewise.
+        C'(x) = C(round(x))
+
+    With u the unit roundoff of `dtype`, Minkowski's inequality maps C(eta, omega) to
+
+        C(eta + u (1 + eta), (1+u)^2 omega),   and omega_ran to (1+u)^2 omega_ran.
+
     Holds if: no entry overflows or is subnormal in `dtype`.  As everywhere, C's own arithmetic is taken as exact.
+
+    Args:
+        compressor: C, in C(eta, omega).
+        dtype: the floating-point dtype that is sent.
+
+    Returns:
+        A compressor whose values have the dtypes of its input.  It has no `outcomes`.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
 

@@ -1,4 +1,4 @@
-"""Do the bytes of a compressor agree with what `compress` says?"""
+"""Test whether the bytes of a compressor agree with its `compress`."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ class WireFormatError(ValueError):
 
 
 def _inputs(like: PyTree, seed: int) -> dict[str, PyTree]:
-    """Vectors with the structure, shapes and dtypes of `like`: generic, tied, sparse, and zeros of both signs."""
+    """Return vectors with the form and dtypes of `like`: generic, tied, sparse, and zeros of both signs."""
     leaves, treedef = jax.tree.flatten(like)
     size = sum(leaf.size for leaf in leaves)
     rng = np.random.default_rng(seed)
@@ -35,7 +35,7 @@ def _inputs(like: PyTree, seed: int) -> dict[str, PyTree]:
 
 
 def _same_form(name: str, source: str, value: PyTree, like: PyTree) -> None:
-    """Refuse a value of another structure, shape or dtype than `like`."""
+    """Raise a WireFormatError if the structure, a shape or a dtype of `value` differs from that of `like`."""
     have, want = jax.tree.structure(value), jax.tree.structure(like)
     if have != want:
         raise WireFormatError(f"{name}: structure: {source} gave {have}, the input has {want}")
@@ -43,7 +43,8 @@ def _same_form(name: str, source: str, value: PyTree, like: PyTree) -> None:
         for field in ("shape", "dtype"):
             if getattr(leaf, field) != getattr(wanted, field):
                 raise WireFormatError(
-                    f"{name}: {field}: {source} gave {getattr(leaf, field)} for leaf {number}, the input has {getattr(wanted, field)}"
+                    f"{name}: {field}: {source} gave {getattr(leaf, field)} for leaf {number}, "
+                    f"the input has {getattr(wanted, field)}"
                 )
 
 
@@ -67,13 +68,13 @@ def check(
     key: Key | None = None,
     keys: int = 2,
 ) -> None:
-    """Refuse a compressor whose bytes disagree with its `compress`, compiled.
+    """Raise an error if the bytes of a compressor disagree with its compiled `compress`.
 
         bits       compress(x).bits = 8 len(encode(x))
         value      decode(encode(x)) = compress(x).value, bit for bit
         structure, shape, dtype   both values have those of x
 
-    Tested with several keys and kinds of vectors, the clients in turn.  This is a test, not a proof.
+    The test uses several keys and kinds of vectors, and goes through the clients in turn.  It is a test, not a proof.
 
     Args:
         compressor: the compressor to test.
@@ -82,8 +83,8 @@ def check(
         key: random key; `jax.random.key(0)` if None.
         keys: number of keys that are derived from `key` for each number of clients.
 
-    Returns:
-        Nothing.  `WireFormatError` names what differs and shows both values.
+    Raises:
+        WireFormatError: names what differs and shows both values.
 
     >>> from commjax.compressors import top_k
     >>> check(top_k(2), {"w": jnp.zeros((3, 4)), "b": jnp.zeros(3)})

@@ -1,4 +1,4 @@
-"""Compressors of all clients together, made from one event that all of them draw from the round's key."""
+"""Compressors that coordinate the clients: all clients draw one common event from the key of the round."""
 
 import itertools
 from functools import partial
@@ -17,14 +17,17 @@ from commjax.core.base import ClientId, Compressor, Constants, Key, Message
 
 @partial(jax.jit, static_argnames=("n", "m"))
 def _takes_part(key: Key, id: ClientId, n: int, m: int) -> tuple[Bool[Array, ""], Key]:
-    """Does this client take part, and the key of C: not the same one, for C may draw from it as we do."""
+    """Return whether this client takes part, and a key for C.
+
+    The key for C differs from the key of the draw, because C may draw from its key in the same way.
+    """
     key_event, key = jax.random.split(key)
     return jax.random.permutation(key_event, n)[id] < m, key
 
 
 @partial(jax.jit, static_argnames=("d", "n"))
 def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
-    """The coordinates of a client of `perm_k`"""
+    """Return the mask of the coordinates that a client of `perm_k` owns."""
     key_coordinates, key_clients = jax.random.split(key)
     seat = jax.random.permutation(key_clients, n)[id]
     place = jax.random.permutation(key_coordinates, d)
@@ -32,11 +35,24 @@ def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
 
 
 def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
-    """Partial participation: m of n clients, drawn uniformly, send (n/m) C(x); the others send nothing and 0 is assumed.
+    """Partial participation: m of n clients, drawn uniformly, send C(x); the receiver scales it by n/m.
 
-    Thesis: L824-L833 with C the identity: omega = (n-m)/m, omega_ran = (n-m)/(m(n-1)), attained at sum x_i = 0.
-    With C in C(eta, omega_C), independent over clients, by the law of total variance
-        omega = (n/m) omega_C + (n/m - 1) (1+eta)^2,   omega_ran = (n/m) omega_ran_C + (n-m)/(m(n-1)) (1+eta)^2.
+        C_i(x) = (n/m) C(x)  if client i is drawn,  else 0 (nothing is sent)
+
+    With C the identity, omega = (n-m)/m and omega_ran = (n-m)/(m(n-1)), which is attained where sum_i x_i = 0.
+    With C in C(eta, omega_C), independent over clients, the law of total variance gives
+
+        omega     = (n/m) omega_C + (n/m - 1) (1+eta)^2
+        omega_ran = (n/m) omega_ran_C + (n-m)/(m(n-1)) (1+eta)^2
+
+    Thesis: Sec. 2.2.2.
+
+    Args:
+        m: number of clients that send in each round, 1 <= m <= n.
+        compressor: C, the compressor of the clients that send.  None means the identity.
+
+    Returns:
+        A compressor in C(eta, omega).  Its `encode` returns no bytes for a client that is not drawn.
 
     >>> m_nice(3).constants(7, n=5)
     Constants(eta=0.0, omega=0.6666666666666667, omega_ran=0.16666666666666666)
@@ -55,7 +71,7 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
     def compress(key, x, id=0, n=1):
         here, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
-        value = tree.times(n / m, tree.once(value))  # rounded twice, as in `scaled`
+        value = tree.times(n / m, tree.once(value))  # rounded after each factor, as in `scaled`
         sent = tree.once(jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), value))
         return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
 
@@ -104,24 +120,29 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
 
 
 def _block(i, items: int, blocks: int):
-    """The block of item i when items are cut into consecutive blocks whose sizes differ by one at most, the larger first.
+    """Return the block of item i when items are cut into consecutive blocks whose sizes differ by at most one.
 
-    (`i * blocks // items` would overflow int32 for a large model and many clients.)
+    The larger blocks come first.  (`i * blocks // items` would overflow int32 for a large model and many clients.)
     """
     size, larger = divmod(items, blocks)
     return jnp.maximum(i // (size + 1), (i - larger) // size)
 
 
 def perm_k() -> Compressor:
-    """Perm-K (Szlendak et al., 2022): the clients share out the coordinates by one random permutation.
+    """Perm-K (Szlendak et al., 2022): a random permutation divides the coordinates among the clients.
 
-    d >= n: every coordinate has one owner, blocks of d/n; the owner sends n x_j.
-    d <  n: every client owns one coordinate, n/d owners each; it sends d x_j.
-    Where the one does not divide the other, blocks differ by one and their owners are drawn too, so that every client owns every
-    coordinate equally often, and the compressor stays unbiased.
+        C_i(x)_j = min(d, n) x_j  if client i owns coordinate j,  else 0
 
-    In U(n - 1) with omega_ran = 1 (d >= n > 1), or U(d - 1) with omega_ran = (d^2/n) (1/d - E s(s-1) / (n(n-1))), s the number
-    of owners of a coordinate; both attained at sum x_i = 0.  No position is sent.
+    d >= n: every coordinate has one owner, and a client owns about d/n coordinates.
+    d <  n: every client owns one coordinate, and a coordinate has about n/d owners.
+    Where one number does not divide the other, block sizes differ by one.  The owners of the blocks are drawn as well,
+    so every client owns every coordinate equally often, and the compressor is unbiased.  No position is sent: the
+    receiver draws the same permutation from the shared key.
+
+    Returns:
+        An unbiased compressor.  For d >= n > 1, omega = n - 1 and omega_ran = 1.  For d < n, omega = d - 1 and
+        omega_ran = (d^2/n) (1/d - E s(s-1) / (n(n-1))), where s is the number of owners of a coordinate.  Both values
+        of omega_ran are attained where sum_i x_i = 0.
 
     >>> perm_k().constants(8, n=4)
     Constants(eta=0.0, omega=3.0, omega_ran=1.0)
@@ -137,7 +158,7 @@ def perm_k() -> Compressor:
     def bits(key, d, dtype, id, n):
         if d % n == 0 or d < n:
             return max(1, d // n) * value_bits(dtype)
-        # In floats: the count times 32 may overflow int32.
+        # In floats, because the count times 32 may overflow int32.
         return jnp.sum(_owned(key, d, id, n)).astype(jnp.zeros(()).dtype) * value_bits(dtype)
 
     def unpack(key, data, d, dtype, id, n):

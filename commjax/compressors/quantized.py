@@ -1,4 +1,4 @@
-"""Compressors that keep every coordinate in fewer bits: natural compression, random dithering, scaled sign."""
+"""Compressors that send every coordinate in fewer bits: natural compression, random dithering, scaled sign."""
 
 import math
 from functools import partial
@@ -16,22 +16,25 @@ _UINT = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def natural() -> Compressor:
-    """Each entry is rounded up or down to a power of two, at random and without bias; sign and exponent are sent.
+    """Round each entry up or down to a power of two, at random and without bias (Horvath et al., 2022).
 
-    In U(1/8), attained where |x| is 4/3 of a power of two (Horvath et al., 2022).
+    Only the sign and the exponent of each entry are sent.
     Holds if: no entry is subnormal or in the last binade of its dtype (it may then round to 0 or to infinity).
+
+    Returns:
+        An unbiased compressor, in C(0, 1/8).  The bound is attained where |x_j| is 4/3 of a power of two.
 
     >>> natural().compress(jax.random.key(0), jnp.array([0.0, 1.0, -4.0])).value.tolist()
     [0.0, 1.0, -4.0]
     """
 
     def compress(key, x, id, n):
-        # The mantissa is the probability of rounding up, so one integer comparison does it exactly.
+        # The mantissa is the probability of rounding up, so one integer comparison is exact.
         mantissa = jnp.finfo(x.dtype).nmant
         bits = jax.lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
         low = jnp.asarray((1 << mantissa) - 1, bits.dtype)
         up = (jax.random.bits(jax.random.fold_in(key, id), x.shape, bits.dtype) & low) < (bits & low)
-        up &= jnp.isfinite(x)  # a NaN becomes infinite; its bits plus one would be those of zero
+        up &= jnp.isfinite(x)  # a NaN becomes infinite; rounded up, its bits could become those of zero
         rounded = (bits & ~low) + (up.astype(bits.dtype) << mantissa)
         return jax.lax.bitcast_convert_type(rounded, x.dtype)
 
@@ -65,11 +68,23 @@ def natural() -> Compressor:
 
 
 def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
-    """The smallest omega that theory gives for `dithering`; for p >= 2 at most QSGD's min(d/s^2, sqrt(d)/s).
+    """Return the omega of `dithering`; for p >= 2 it is at most QSGD's min(d/s^2, sqrt(d)/s).
 
-    With y = |x| / |x|_p the relative variance is sum phi(y_i) / sum y_i^2, where phi = f(1-f)/s^2 and f = frac(s y).  As a
-    function of z = y^2 the smallest concave bound of phi is sqrt(z)/s - z up to its first top at z = 1/(4 s^2) and 1/(4 s^2)
-    beyond; by Jensen the supremum is d env(c^2/d) / c^2 with c = min |y|_2, attained at flat x on the first branch.
+    With y = |x| / |x|_p the relative variance is sum phi(y_i) / sum y_i^2, where phi = f(1-f)/s^2 and f = frac(s y).
+    As a function of z = y^2, phi has the smallest concave bound
+
+        env(z) = sqrt(z)/s - z  if z <= 1/(4 s^2),  else 1/(4 s^2)
+
+    By Jensen's inequality the supremum is at most d env(c^2/d) / c^2 with c = min |y|_2.  On the first branch it is
+    attained where all |x_j| are equal.
+
+    Args:
+        d: dimension.
+        levels: s, the number of levels.
+        norm: p, at least 1; `math.inf` is allowed.
+
+    Returns:
+        omega.
     """
     if levels == 1 and math.isinf(norm):
         return (math.sqrt(d) - 1) / 2  # one entry at the maximum, the others at 1/(sqrt(d)+1) of it
@@ -81,12 +96,12 @@ def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
 
 
 def _wide(dtype) -> np.dtype:
-    """The dtype of the norm and of the arithmetic: float32 for half precision, else x's own."""
+    """Return the dtype of the norm and of the arithmetic: float32 for half precision, else the given dtype."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
 
 
 def _norm(x, p: float):
-    """|x|_p; for p in {1, 2, inf} with the same bits in every program"""
+    """Return |x|_p; for p in {1, 2, inf} every program computes the same bits."""
     if math.isinf(p):
         return jnp.max(jnp.abs(x))
     if p == 1:
@@ -97,10 +112,10 @@ def _norm(x, p: float):
 
 
 def _rounded_at_random(value, uniform, dtype):
-    """Float32 values to one of the two nearest numbers of a half-precision dtype, without bias.
+    """Round float32 values to one of the two nearest numbers of a half-precision dtype, without bias.
 
-    quantum  the distance of the neighbours of |value|, a power of two, so that every line but the draw is exact
-    up       with probability frac(|value| / quantum)
+    quantum  the distance between the two neighbours of |value|: a power of two, so only the draw is inexact
+    up       true with probability frac(|value| / quantum)
     """
     format = jnp.finfo(dtype)
     exponent = jax.lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -117,14 +132,23 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
         C(x)_j = |x|_p sign(x_j) l_j / s,   l_j = s |x_j| / |x|_p rounded up or down at random without bias
 
-    One norm and d digits of base 2s + 1 are sent.  In U(omega), see `dithering_omega`: exact for s <= sqrt(d)/2 and p <= 2,
-    and for p = inf, s = 1.
-    Precision: half-precision x is handled in float32, and the norm is sent in float32 (32 bits).  C(x)_j is then rounded to one of
-    its two neighbours in x's dtype, at random and without bias, with numbers that the receiver draws from the shared key.  So
-    eta = 0 holds to float32's rounding (2^-22) in every dtype.  In half precision the variance is that of U(omega + u^2 (1 + omega))
-    with u = 2^-8 in bfloat16 and 2^-11 in float16.
-    Holds if: |x|_p is a finite number of x's dtype.  Sender and simulation compute the same bits for p in {1, 2, inf}; for another
-    p two programs may round a power differently.
+    One norm and d digits of base 2s + 1 are sent.
+
+    Precision: half-precision x is handled in float32, and the norm is sent in float32 (32 bits).  C(x)_j is then
+    rounded to one of its two neighbours in x's dtype, at random and without bias, with numbers that the receiver draws
+    from the shared key.  Hence eta = 0 holds up to float32's rounding (2^-22) in every dtype.  In half precision omega
+    becomes omega + u^2 (1 + omega), with u = 2^-8 in bfloat16 and 2^-11 in float16.
+
+    Holds if: |x|_p is a finite number of x's dtype.  Sender and simulation compute the same bits for p in {1, 2, inf};
+    for another p two programs may round a power differently.
+
+    Args:
+        levels: s, the number of levels, 1 <= s < 2^30.
+        norm: p, at least 1; `math.inf` is allowed.
+
+    Returns:
+        An unbiased compressor, in C(0, omega) with omega from `dithering_omega`.  This omega is exact for s <=
+        sqrt(d)/2 and p <= 2, and for s = 1 and p = inf.
 
     >>> round(dithering(1).constants(100).omega, 6)
     9.0
@@ -137,13 +161,13 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
     @partial(jax.jit, static_argnames="dtype")
     def dequantize(scale, level, uniform, dtype):
-        # Multiplications only, scalars first: XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
+        # Only multiplications, scalars first, because XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
         step = tree.once(scale * jnp.asarray(1 / levels, scale.dtype))
         value = tree.once(level.astype(scale.dtype) * step)
         return value if uniform is None else _rounded_at_random(value, uniform, dtype)
 
     def randomness(key, d, dtype, id):
-        """(key of the levels, uniform numbers of the second rounding: None where there is none)"""
+        """Return the key of the levels, and the uniform numbers of the second rounding (None without one)."""
         key = jax.random.fold_in(key, id)
         if _wide(dtype) == np.dtype(dtype):
             return key, None
@@ -156,7 +180,8 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         relative = tree.once(jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels)
         low = jnp.floor(relative)
         up = jax.random.uniform(key_level, x.shape, wide.dtype) < relative - low
-        # Rounding may put |x_j| / |x|_p an ulp above 1; the minimum is of integers, for s need not be a number of this dtype.
+        # Rounding may put |x_j| / |x|_p an ulp above 1.  The minimum is taken over integers, because s need not be
+        # representable in this dtype.
         level = jnp.minimum((low + up.astype(wide.dtype)).astype(jnp.int32), levels)
         return scale, jnp.sign(x).astype(jnp.int32) * level
 
@@ -194,14 +219,26 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
 
 
 def ternary(norm: float = math.inf) -> Compressor:
-    """Each entry becomes -1, 0 or 1 times the norm: dithering with one level (TernGrad at p = inf)."""
+    """Dithering with one level: each entry becomes -1, 0 or 1 times the norm (TernGrad at p = inf).
+
+    Args:
+        norm: p, at least 1; `math.inf` is allowed.
+
+    Returns:
+        `dithering(1, norm)`.
+    """
     return dithering(1, norm)._replace(name=f"ternary(p={norm:g})")
 
 
 def scaled_sign() -> Compressor:
-    """(|x|_1 / d) sign(x), the sign of zero being +1: one number and d bits.
+    """Send the sign of each entry and one common magnitude.
 
-    In C(sqrt(1 - 1/d), 0), attained at x with one nonzero entry; |C(x) - x|^2 = |x|^2 - |x|_1^2 / d.
+        C(x) = (|x|_1 / d) sign(x),   sign(0) = 1
+
+    One number and d bits are sent.  |C(x) - x|^2 = |x|^2 - |x|_1^2 / d.
+
+    Returns:
+        A compressor in C(sqrt(1 - 1/d), 0).  The bound is attained where x has one nonzero entry.
 
     >>> scaled_sign().compress(jax.random.key(0), jnp.array([3.0, -1.0])).value.tolist()
     [2.0, -2.0]

@@ -1,10 +1,11 @@
-"""Selection of coordinates without sorting: masks of the k largest, of k at random, of k at random among the k' largest.
+"""Select coordinates without sorting: the k largest, k at random, or k at random among the k' largest.
 
-XLA's CPU sort is the bottleneck of every selection.  Non-negative floats order as their bit patterns do, so the k-th largest is
-found by building its bits from the top, one counting pass a bit; exact, ties by position.
+XLA's CPU sort is the bottleneck of every selection.  Non-negative floats have the same order as their bit patterns.
+Therefore the k-th largest can be built bit by bit from the highest bit, with one counting pass per bit.  The result is
+exact; ties are resolved by position.
 
-The magnitudes that a selection compares are computed once (`tree.once`): an entry that is compared with itself, computed a second
-time, could be larger than itself, and the mask would have too many or too few entries.
+The magnitudes that a selection compares are computed once (`tree.once`).  If XLA computed an entry twice, the two
+results could differ, and the mask would have too many or too few entries.
 """
 
 import math
@@ -20,14 +21,24 @@ from commjax.core.tree import varying_like
 
 _INT = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
-# Up to this dimension and this many expected draws it is cheaper to test the ranks of candidates than to find a threshold.
+# Up to this dimension and this many expected draws, testing the ranks of candidates is cheaper than a threshold.
 _MAX_DIMENSION = 4096
 _MAX_CANDIDATES = 16
-_LAST = 1 << 24  # candidates of one row at most
+# Largest number of candidates of one row.
+_LAST = 1 << 24
 
 
 def magnitude_bits(x: Shaped[Array, "d"]) -> Int[Array, "d"]:
-    """|x| as non-negative integers of the same order, NaN above all (signed, because CPUs compare these faster)."""
+    """Return |x| as non-negative integers of the same order, with NaN above all numbers.
+
+    The integers are signed because CPUs compare signed integers faster.
+
+    Args:
+        x: floating-point vector [d].
+
+    Returns:
+        Signed integers [d] of the same width.
+    """
     bits = jax.lax.bitcast_convert_type(x, _INT[x.dtype.itemsize])
     return bits & jnp.iinfo(bits.dtype).max
 
@@ -41,7 +52,7 @@ def _random_keys(key: Key, d: int) -> Int[Array, "d"]:
 
 
 def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
-    """Mask of the k largest non-negative integers; among equals the first positions win."""
+    """Return the mask of the k largest non-negative integers; among equals, the first positions win."""
     width, d = jnp.iinfo(keys.dtype).bits - 1, keys.shape[0]
 
     def grow(step, threshold):
@@ -52,8 +63,8 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
     above, equal = keys > threshold, keys == threshold
     wanted = k - _count(above)
 
-    # Ties only: the smallest position p such that `wanted` equals stand at or before it, again bit by bit.  Under vmap the
-    # loop runs zero times when no row has a tie.
+    # Ties only: find, bit by bit, the smallest position p such that `wanted` of the equal entries are at or before p.
+    # Under vmap the loop runs zero times if no row has a tie.
     position = jnp.arange(d, dtype=jnp.int32)
     tie = _count(equal) > wanted
 
@@ -71,7 +82,14 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
 
 @partial(jax.jit, static_argnames="k")
 def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
-    """Mask of the k entries of largest magnitude, the first ones among equals; exactly k are set.
+    """Return the mask of the k entries of largest magnitude; among equals, the first positions win.
+
+    Args:
+        x: floating-point vector [d].
+        k: number of entries, 1 <= k <= d.
+
+    Returns:
+        Mask [d] in which exactly k entries are True.
 
     >>> top_k_mask(jnp.array([1.0, -3.0, 2.0, 3.0]), 2).tolist()
     [False, True, False, True]
@@ -80,7 +98,18 @@ def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
 
 
 def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
-    """Uniform on 0..d-1 from one 32-bit word each (bias below d / 2^32); `jax.random.randint` draws two and divides."""
+    """Draw uniform indices 0..d-1 from one 32-bit word each; the bias is below d / 2^32.
+
+    For d < 2^16 this is faster than `jax.random.randint`, which draws two words and divides.
+
+    Args:
+        key: random key.
+        shape: shape of the result.
+        d: number of values.
+
+    Returns:
+        Integers of this shape.
+    """
     if d >= 1 << 16:
         return jax.random.randint(key, shape, 0, d)
     word = jax.random.bits(key, shape, jnp.uint32)
@@ -90,10 +119,18 @@ def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
 
 @partial(jax.jit, static_argnames=("d", "k"))
 def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
-    """Mask of k distinct coordinates, every subset of size k equally likely.
+    """Draw a mask of k distinct coordinates; every subset of size k is equally likely.
 
-    Few coordinates: Floyd's algorithm, k draws.  Many: the k largest of d random words (ties, of probability about k / 2^31,
-    go to the first).
+    Up to 32 coordinates are drawn with Floyd's algorithm.  More are the k largest of d random words (ties, of
+    probability about k / 2^31, go to the first).
+
+    Args:
+        key: random key.
+        d: number of coordinates.
+        k: number of chosen coordinates, 1 <= k <= d.
+
+    Returns:
+        Mask [d].
     """
     if k == d:
         return jnp.ones(d, bool)
@@ -110,19 +147,48 @@ def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
 
 @partial(jax.jit, static_argnames=("d", "k"))
 def clients_mask(key: Key, id: ClientId, d: int, k: int) -> Bool[Array, "d"]:
-    """`random_mask` with the client's own key, in one program"""
+    """Draw a `random_mask` with the client's key, in one program.
+
+    Args:
+        key: key of the round.
+        id: number of the client, which is folded into the key.
+        d: number of coordinates.
+        k: number of chosen coordinates.
+
+    Returns:
+        Mask [d].
+    """
     return random_mask(jax.random.fold_in(key, id), d, k)
 
 
 @partial(jax.jit, static_argnames="k")
 def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
-    """Mask of k distinct coordinates of `allowed` (which has at least k), uniformly: the k largest random words there."""
+    """Draw a mask of k distinct coordinates of `allowed`, uniformly: those with the k largest random words.
+
+    Args:
+        key: random key.
+        allowed: mask [d] with at least k True entries.
+        k: number of chosen coordinates.
+
+    Returns:
+        Mask [d].
+    """
     return _largest(jnp.where(allowed, _random_keys(key, allowed.shape[0]) | 1, 0), k)
 
 
 @partial(jax.jit, static_argnames=("k", "k_top"))
 def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[Array, "d"]:
-    """Mask of k coordinates drawn uniformly without replacement among the k_top largest magnitudes."""
+    """Draw a mask of k coordinates among the k_top largest magnitudes, uniformly without replacement.
+
+    Args:
+        key: random key.
+        x: floating-point vector [d].
+        k: number of chosen coordinates, 1 <= k <= k_top.
+        k_top: number of largest magnitudes to choose from, at most d.
+
+    Returns:
+        Mask [d].
+    """
     d = x.shape[0]
     if k == k_top:
         return top_k_mask(x, k)
@@ -135,7 +201,10 @@ def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[A
 
 @cache
 def _draw_from_top(k: int, k_top: int):
-    """(key, keys [d]) -> mask [d]; under vmap all rows at once, clients last, so that the counting is vectorised."""
+    """Return a function (key, keys [d]) -> mask [d].
+
+    Under vmap it handles all rows at once, with the clients on the last axis, so that the counting is vectorised.
+    """
 
     @jax.custom_batching.custom_vmap
     def draw(key, keys):
@@ -150,9 +219,10 @@ def _draw_from_top(k: int, k_top: int):
 
 
 def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Array, "n d"]:
-    """The first k distinct accepted candidates of a uniform stream, one stream a row: neither a sort nor a threshold is needed.
+    """Choose the first k distinct accepted candidates of a uniform stream, one stream per row.
 
-    A few candidates of all rows, then more of them for the rows that were not lucky, which are gathered.
+    This needs neither a sort nor a threshold.  First, all rows get a few candidates.  Then the rows that have too few
+    accepted candidates are gathered and get more.
     """
     n, d = keys.shape
     few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
@@ -170,9 +240,8 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
 
         start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, found[jnp.minimum(at, n - 1)], k)
         _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k) & (carry[0] < _LAST), turn, start)
-        done = jnp.where(
-            at < n, k, done
-        )  # k of a row can always be accepted; `_LAST` only makes sure that the loop ends
+        # k candidates of a row can always be accepted; `_LAST` only makes sure that the loop ends.
+        done = jnp.where(at < n, k, done)
         return chosen.at[:, at].set(new, mode="drop"), found.at[at].set(done, mode="drop")
 
     chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, (chosen, found))
@@ -181,7 +250,7 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
 
 
 def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
-    """How many draws leave fewer than k accepted with that probability at most"""
+    """Return how many draws suffice: fewer than k are accepted with probability at most `unlucky`."""
     share, draws = k_top / d, k
     while sum(math.comb(draws, j) * share**j * (1 - share) ** (draws - j) for j in range(k)) > unlucky:
         draws += 1
@@ -189,9 +258,10 @@ def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
 
 
 def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: int, k: int, k_top: int, before):
-    """(chosen [k, n], -1 where none is; how many are found [n]) after more candidates than those `before` had.
+    """Test the next candidates and add the accepted ones to `before`.
 
-    A candidate is one of the k_top largest iff fewer than k_top entries are larger.
+    A candidate is one of the k_top largest if and only if fewer than k_top entries are larger.
+    Returns the chosen positions [k, n], -1 in empty slots, and the number of chosen positions [n].
     """
     n, d = keys.shape
     columns, order = keys.T, jnp.arange(draws, dtype=jnp.int32)
@@ -199,14 +269,14 @@ def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: i
     own = jnp.take_along_axis(columns, candidate, axis=0)
 
     def add(j, total):
-        tie = (j < candidate).astype(keys.dtype)  # among equals the first position is the larger
+        tie = (j < candidate).astype(keys.dtype)  # among equals, the first position counts as the larger
         return total + (columns[j][None] + tie > own).astype(jnp.int32)
 
     start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
     accept = jax.lax.fori_loop(0, d, add, start, unroll=56) < k_top
     nothing = jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32)
     chosen, found = varying_like(nothing, own) if before is None else before
-    if k > 1:  # distinct: not an earlier accepted candidate, nor chosen before
+    if k > 1:  # distinct: neither accepted earlier in this call nor chosen before it
         earlier = (order[None, :] < order[:, None])[..., None]
         same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
         accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
@@ -216,10 +286,11 @@ def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: i
 
 
 def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
-    """[draws, n] uniform indices below d <= 2^12 (bias below d / 2^32), column i from key i: those after the first `begin`.
+    """Return uniform indices [draws, n] below d <= 2^12, column i from key i, after the first `begin` of the stream.
 
-    A threefry hash a word would cost more than all the rest of the selection, so the 64 random bits of each key seed a counter
-    that goes through the finaliser of MurmurHash3 (a bijection with full avalanche), twice.
+    The bias is below d / 2^32.  A threefry hash per word would cost more than the rest of the selection.  Instead, the
+    64 random bits of each key seed a counter that goes through the finaliser of MurmurHash3 (a bijection with full
+    avalanche), twice.
     """
     seed = jax.random.key_data(key).reshape(len(key), -1)[:, -2:].T[:, None, :]
     counter = begin.astype(jnp.uint32) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
@@ -229,7 +300,7 @@ def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Arra
 
 
 def _mixed(word: Array) -> Array:
-    """MurmurHash3's 32-bit finaliser"""
+    """Apply MurmurHash3's 32-bit finaliser."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

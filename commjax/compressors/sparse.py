@@ -1,4 +1,4 @@
-"""Compressors that keep some coordinates: identity, top-k, rand-k, and the thesis's mixtures of the two."""
+"""Compressors that keep some coordinates: identity, top-k, rand-k, and the thesis's mixtures of top-k and rand-k."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,12 @@ from commjax.core.base import Compressor, Constants
 
 
 def identity() -> Compressor:
-    """C(x) = x, in C(0, 0).
+    """Send every entry unchanged.
+
+        C(x) = x
+
+    Returns:
+        A compressor in C(0, 0).
 
     >>> identity().constants(10)
     Constants(eta=0.0, omega=0.0, omega_ran=0.0)
@@ -32,13 +37,16 @@ def identity() -> Compressor:
 
 
 def _masked(x, mask, factor=1.0):
-    """factor x where mask is True, else 0.  The product is rounded before anybody adds to it: it is what is sent."""
+    """Return factor x where mask is True, else 0.
+
+    The product is rounded before anything is added to it, because the rounded product is what is sent.
+    """
     kept = jnp.where(mask, x, jnp.zeros((), x.dtype))
     return kept if factor == 1.0 else tree.once(tree.times(factor, kept))
 
 
 def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable) -> Compressor:
-    """k values whose positions depend on the data and must be sent."""
+    """Build a compressor that sends k values and their positions, because the positions depend on the data."""
 
     def pack(key, value, id, n):
         where = wire.support(value, k)
@@ -63,9 +71,17 @@ def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Call
 
 
 def top_k(k: int) -> Compressor:
-    """The k largest magnitudes, unchanged; the first positions among equals.
+    """Keep the k entries of largest magnitude unchanged; among equal magnitudes, the first positions win.
 
-    Thesis: L677; in C(sqrt(1 - k/d), 0), tight at flat x.
+        C(x)_j = x_j  if |x_j| is one of the k largest,  else 0
+
+    Thesis: Sec. 1.5.2.
+
+    Args:
+        k: number of kept entries, 1 <= k <= d.
+
+    Returns:
+        A compressor in C(sqrt(1 - k/d), 0).  The bound is attained where all |x_j| are equal.
 
     >>> top_k(1).compress(jax.random.key(0), jnp.array([1.0, -3.0])).value.tolist()
     [0.0, -3.0]
@@ -85,9 +101,18 @@ def top_k(k: int) -> Compressor:
 
 
 def rand_k(k: int) -> Compressor:
-    """k coordinates drawn uniformly, times d/k; independent over clients, positions from the shared key.
+    """Keep k coordinates, drawn uniformly, and scale them by d/k.
 
-    Thesis: L668; in U(d/k - 1), with equality for every x.
+        C(x)_j = (d/k) x_j  if j is in a random set of size k,  else 0
+
+    Clients draw independently.  The positions come from the shared key and are not sent.
+    Thesis: Sec. 1.5.2.
+
+    Args:
+        k: number of kept entries, 1 <= k <= d.
+
+    Returns:
+        An unbiased compressor, in C(0, d/k - 1).  The variance attains its bound for every x.
 
     >>> rand_k(2).constants(10, n=4)
     Constants(eta=0.0, omega=4.0, omega_ran=1.0)
@@ -126,10 +151,20 @@ def rand_k(k: int) -> Compressor:
 
 
 def comp(k: int, k_top: int) -> Compressor:
-    """comp-(k, k'): top-k' first, then rand-k of those, times k'/k.  The positions depend on the data and are sent.
+    """comp-(k, k'): apply top-k' first, then keep k of the k' entries at random.
 
-    Thesis: Prop. comp (L2898); in C(sqrt((d - k')/d), (k' - k)/k).  comp-(k, k) is top-k, comp-(k, d) is rand-k.
+        C(x)_j = (k'/k) x_j  if j is in a random set of size k among the k' largest magnitudes,  else 0
+
+    comp-(k, k) is top-k.  comp-(k, d) has the law of rand-k.  The positions depend on the data and are sent.
+    Thesis: Prop. A.1.2.
     Differs: E9 (the factor k'/k), E10 (1 - eta^2 - omega is only a bound), E13 (positions are not free).
+
+    Args:
+        k: number of entries that are sent, 1 <= k <= k'.
+        k_top: k', the number of largest magnitudes to draw from, at most d.
+
+    Returns:
+        A compressor in C(sqrt((d - k')/d), (k' - k)/k).
 
     >>> comp(1, 56).constants(112, n=1000).omega_ran
     0.055
@@ -152,10 +187,20 @@ def comp(k: int, k_top: int) -> Compressor:
 
 
 def mix(k: int, k_rand: int) -> Compressor:
-    """mix-(k, k'): top-k and k' of the others drawn uniformly, all unchanged.  Only the k largest need positions.
+    """mix-(k, k'): keep the k largest magnitudes and k' of the other entries at random, all unchanged.
 
-    Thesis: Prop. mix (L2880); in C((d-k-k')/sqrt((d-k)d), k'(d-k-k')/((d-k)d)), k + k' <= d.
+        C(x)_j = x_j  if j is among the k largest or in a random set of size k' of the others,  else 0
+
+    Only the positions of the k largest entries are sent; the receiver draws the others from the shared key.
+    Thesis: Prop. A.1.1.
     Differs: E9 (k + k' = d is the identity).
+
+    Args:
+        k: number of largest magnitudes to keep, at least 1.
+        k_rand: k', the number of other entries to keep, at least 1; k + k' <= d.
+
+    Returns:
+        A compressor in C((d-k-k')/sqrt((d-k)d), k'(d-k-k')/((d-k)d)).
 
     >>> mix(1, 1).constants(10)
     Constants(eta=0.8432740427115678, omega=0.08888888888888889, omega_ran=0.08888888888888889)

@@ -1,4 +1,4 @@
-"""From maps on R^d to compressors of pytrees."""
+"""Build compressors of pytrees from maps on R^d."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,43 +15,97 @@ from commjax.core.base import Compressor, Constants, Message
 
 
 def check_k(name: str, k: int, d: int, argument: str = "k") -> None:
-    """1 <= k <= d, known only when the vector is"""
+    """Raise a ValueError if k > d.
+
+    The check is here because d is known only when the vector is.
+
+    Args:
+        name: name of the compressor, for the error message.
+        k: the number to check.
+        d: dimension.
+        argument: name of the argument that holds k, for the error message.
+    """
     if k > d:
         raise ValueError(f"{name}: {argument} must be at most the dimension d = {d}, got {k}")
 
 
 def check_count(name: str, argument: str, value: object) -> None:
+    """Raise a ValueError unless `value` is an int of at least 1.
+
+    Args:
+        name: name of the compressor, for the error message.
+        argument: name of the argument, for the error message.
+        value: the value to check.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: {argument} must be an integer of at least 1, got {value!r}")
 
 
 def value_bits(dtype) -> int:
-    """Bits of one number on the wire"""
+    """Return the number of bits of one number on the wire.
+
+    Args:
+        dtype: dtype of the number.
+
+    Returns:
+        8 times the size of the dtype in bytes.
+    """
     return 8 * np.dtype(dtype).itemsize
 
 
 def independent(n: int, eta: float, omega: float) -> Constants:
-    """Mutually independent compressors: omega_ran = omega / n (L816)."""
+    """Return the constants of mutually independent compressors: omega_ran = omega / n (thesis: Sec. 2.2.2).
+
+    Args:
+        n: number of clients.
+        eta: relative bias of each compressor.
+        omega: relative variance of each compressor.
+
+    Returns:
+        Constants(eta, omega, omega / n).
+    """
     return Constants(float(eta), float(omega), float(omega) / n)
 
 
 def from_value(compress: Callable, pack_value: Callable) -> Callable:
-    """pack for a message that can be read off its own value: compress first, then (key, value: np.ndarray, id, n) -> bytes"""
+    """Build a `pack` for `on_vectors` from an encoder of the compressed value.
+
+    Args:
+        compress: (key, x [d], id, n) -> value [d].
+        pack_value: (key, value: np.ndarray [d], id, n) -> bytes.
+
+    Returns:
+        (key, x [d], id, n) -> bytes: compresses x, then encodes the value.
+    """
     return lambda key, x, id, n: pack_value(key, np.asarray(compress(key, x, id, n)), id, n)
 
 
 def on_vectors(
     name: str,
     *,
-    compress: Callable,  # (key, x [d], id, n) -> value [d]
-    bits: Callable,  # (key, d, dtype, id, n) -> price
-    pack: Callable,  # (key, x [d], id, n) -> what is sent for x; see `from_value`
-    unpack: Callable,  # (key, data, d, dtype, id, n) -> value [d]
-    constants: Callable,  # (d, n) -> Constants
-    kept: Callable,  # (d, n) -> values in a message
-    outcomes: Callable,  # (xs [n, d]) -> the joint law; see `laws`
+    compress: Callable,
+    bits: Callable,
+    pack: Callable,
+    unpack: Callable,
+    constants: Callable,
+    kept: Callable,
+    outcomes: Callable,
 ) -> Compressor:
-    """A compressor of pytrees, taken as one long vector."""
+    """Build a compressor of pytrees that treats the pytree as one long vector of R^d.
+
+    Args:
+        name: name of the compressor.
+        compress: (key, x [d], id, n) -> value [d], pure and jittable.
+        bits: (key, d, dtype, id, n) -> length of the message in bits, a multiple of 8.
+        pack: (key, x [d], id, n) -> bytes that are sent for x; see `from_value`.
+        unpack: (key, data, d, dtype, id, n) -> value [d].
+        constants: (d, n) -> Constants.
+        kept: (d, n) -> number of values in a message.
+        outcomes: (xs [n, d]) -> the joint law of the n clients; see `exact_laws`.
+
+    Returns:
+        A compressor of pytrees.
+    """
 
     def on_tree(key, x, id=0, n=1):
         flat, unravel = ravel_pytree(x)
@@ -67,7 +121,8 @@ def on_vectors(
         leaves, treedef = jax.tree.flatten(like)
         dtype = leaves[0].dtype if len(leaves) == 1 else jnp.result_type(*leaves)
         flat = np.asarray(unpack(key, data, tree.size(like), dtype, id, n))
-        # `ravel_pytree`'s inverse in NumPy: a server decodes many small messages, and every operation of JAX has its price.
+        # `ravel_pytree`'s inverse in NumPy, because a server decodes many small messages, and every JAX operation has
+        # an overhead.
         ends = [*accumulate(leaf.size for leaf in leaves)]
         parts = [flat[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends)]
         return treedef.unflatten([part.astype(leaf.dtype, copy=False) for part, leaf in zip(parts, leaves)])
@@ -90,17 +145,18 @@ def on_vectors(
 
 
 def payload_bytes(compressor: Compressor, key, like, id=0, n: int = 1) -> int:
-    """The length of a message on the host, an exact integer at any size.
+    """Return the length of a message in bytes, on the host, as an exact integer at any size.
 
     Args:
-        compressor: whose message it is.
-        key: of the round.
-        like: arrays or `jax.ShapeDtypeStruct`s of the shapes and dtypes of x.
-        id: of the client.
+        compressor: the compressor of the message.
+        key: key of the round.
+        like: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes and dtypes of x.
+        id: number of the client.
         n: number of clients.
 
     Returns:
-        `compressor.length`; for a compressor without it the bits of `compress`, and above 2^24 of them the next float32 number.
+        `compressor.length`.  A compressor without `length` is asked for the bits of `compress`, a float32 number; from
+        2^24 bits on, the next larger float32 number is used.
     """
     if compressor.length is not None:
         return compressor.length(key, like, id, n)
@@ -110,10 +166,18 @@ def payload_bytes(compressor: Compressor, key, like, id=0, n: int = 1) -> int:
 
 
 def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor:
-    """Leaf by leaf: each leaf is a vector of its own, with its own randomness.
+    """Compress each leaf as a separate vector with separate randomness.
 
-    Takes a compressor, or a function of the leaf's size (`lambda d: top_k(max(1, d // 100))`).  `constants` and `kept` take
-    the list of leaf sizes.  In C(max eta, max omega), since both squared errors are sums over leaves.
+        C(x)_l = C_l(x_l)  for every leaf l
+
+    Both squared errors are sums over leaves, so the result is in C(max_l eta_l, max_l omega_l).
+
+    Args:
+        compressor: a compressor, or a function that maps a leaf's size to a compressor
+            (`lambda d: top_k(max(1, d // 100))`).
+
+    Returns:
+        A compressor whose `constants` and `kept` take the list of leaf sizes instead of d.
     """
 
     @cache
@@ -122,11 +186,11 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
 
     @partial(jax.jit, static_argnames="count")
     def keys_of(key, count):
-        """The key of each leaf: one program for all leaves."""
+        """Return the key of each leaf, with one program for all leaves."""
         return [jax.random.fold_in(key, i) for i in range(count)]
 
     def lengths(key, like, id, n):
-        """The keys of the leaves, and the exact length of the message of each, which may depend on the round"""
+        """Return the key of each leaf and the exact length of its message, which may depend on the round."""
         flat = jax.tree.leaves(like)
         keys = keys_of(key, len(flat))
         return keys, [payload_bytes(at(tree.size(leaf)), k, leaf, id, n) for k, leaf in zip(keys, flat)]
@@ -150,7 +214,7 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         return Constants(*(max(values) for values in zip(*(at(d).constants(d, n) for d in sizes))))
 
     def encode(key, x, id=0, n=1):
-        # Each leaf's length is known to the receiver, except where a client is silent: a length prefix would be a bit too many.
+        # No length prefix: the receiver computes the length of each leaf's message with `lengths`.
         return b"".join(one.encode(k, leaf, id, n) for k, leaf, one in leaves(key, x)[0])
 
     def decode(key, data, like, id=0, n=1):

@@ -1,4 +1,4 @@
-"""Differential privacy: sampling, clipping and noise (`mechanism`), and what they certify (`accounting`)."""
+"""Differential privacy: sampling, clipping and noise (`mechanism`), and the guarantees that follow (`accounting`)."""
 
 from typing import TYPE_CHECKING
 

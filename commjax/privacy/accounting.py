@@ -1,6 +1,7 @@
-"""What a run costs in privacy, and the noise that a target (epsilon, delta) needs: dp-accounting's accountants.
+"""Privacy accounting with dp-accounting: the epsilon of a run, and the noise for a target (epsilon, delta).
 
-The mechanism is that of `commjax.privacy.mechanism`: rows that come with chance q each, noise of z times the clipping norm, K rounds.
+The mechanism is that of `commjax.privacy.mechanism`: each row is used with probability q, the noise is z times the
+clipping norm, and there are K rounds.
 """
 
 import math
@@ -13,17 +14,26 @@ from commjax.theory.ldp_fedp3 import check_relation, check_target
 
 
 class Certificate(NamedTuple):
-    """A run of `rounds` sampled Gaussian mechanisms is (epsilon, delta)-DP for each client's rows, according to `accountant`.
+    """A privacy guarantee: `rounds` sampled Gaussian mechanisms are (epsilon, delta)-DP for each client's rows.
 
-    Neighbouring data sets differ by `relation`; `capacity` rows at most are used in a round (None: all), which delta has paid.
-    Holds if: noise is drawn in real numbers from a source that only the client knows; the denominator is public, which the number of
-    rows is for "replace-one" and is not for "add-remove" (`ldp_fedp3(rows=...)`).
+    Holds if: noise is drawn in real numbers from a source that only the client knows; the denominator is public, which
+    the number of rows is for "replace-one" and is not for "add-remove" (`ldp_fedp3(rows=...)`).
+
+    Attributes:
+        epsilon: the guaranteed epsilon; infinite if there is no guarantee.
+        delta: the guaranteed delta.  It includes the probability that `capacity` drops rows.
+        noise: z, the noise multiplier: standard deviation of the noise on the sum, divided by the clipping norm.
+        rate: q, the probability of each row in a round.
+        rounds: K, the number of rounds.
+        accountant: the accountant that gave the guarantee, "pld" or "rdp".
+        relation: the relation of neighbouring data sets, "replace-one" or "add-remove".
+        capacity: the largest number of rows that a client uses in a round; None means all.
     """
 
     epsilon: float
     delta: float
-    noise: float  # z, the multiplier: standard deviation on the sum / clipping norm
-    rate: float  # q
+    noise: float
+    rate: float
     rounds: int
     accountant: str
     relation: str
@@ -42,10 +52,19 @@ _ORDERS = tuple(map(float, (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 
 
 
 def renyi_replace_one(order: float, noise: float, rate: float) -> float:
-    """Renyi divergence of (1-q) N(0, z^2) + q N(1, z^2) from (1-q) N(0, z^2) + q N(-1, z^2), by the trapezoidal rule.
+    """Return the Renyi divergence of (1-q) N(0, z^2) + q N(1, z^2) from (1-q) N(0, z^2) + q N(-1, z^2).
 
-    The pair dominates the sampled Gaussian mechanism for a row that changes (the one that dp-accounting's PLD composes; its
-    RDP accountant has no such relation).  The integrand is analytic in a strip, so that the rule converges exponentially.
+    This pair dominates the sampled Gaussian mechanism if one row is replaced.  dp-accounting's PLD accountant composes
+    the same pair; its RDP accountant does not support this relation.  The integral is computed by the trapezoidal rule,
+    which converges exponentially, because the integrand is analytic in a strip.
+
+    Args:
+        order: order of the divergence, above 1.
+        noise: z, the noise multiplier.
+        rate: q, the probability of each row.
+
+    Returns:
+        The divergence.
 
     >>> round(renyi_replace_one(3.0, 2.0, 1.0), 9)  # order * 2^2 / (2 z^2)
     1.5
@@ -73,7 +92,7 @@ def _accounted(noise: float, rate: float, rounds: int, delta: float, accountant:
     relations = library.NeighboringRelation
     neighbours = relations.ADD_OR_REMOVE_ONE if relation == "add-remove" else relations.REPLACE_ONE
     if accountant == "pld":
-        # Intervals of 1e-3 round up by 1e-3 or less, ten times as fast as the default's.
+        # Intervals of 1e-3 round up by at most 1e-3, and are ten times as fast as the default.
         return float(library.pld.PLDAccountant(neighbours, 1e-3).compose(event).get_epsilon(delta))
     if relation == "add-remove":
         return float(library.rdp.RdpAccountant(_ORDERS, neighbours).compose(event).get_epsilon(delta))
@@ -82,7 +101,16 @@ def _accounted(noise: float, rate: float, rounds: int, delta: float, accountant:
 
 
 def overflow(capacity: int | None, rows: int, rate: float, rounds: int) -> float:
-    """Chance that in some round more than `capacity` of the rows come (union bound).
+    """Bound the probability that more than `capacity` rows are sampled in some round (union bound).
+
+    Args:
+        capacity: the largest number of rows that a client uses in a round; None means all.
+        rows: number of rows of the client.
+        rate: q, the probability of each row.
+        rounds: K, the number of rounds.
+
+    Returns:
+        The bound, at most 1.
 
     >>> overflow(None, 100, 0.1, 50), round(overflow(1, 2, 0.5, 2), 9)
     (0.0, 0.5)
@@ -105,14 +133,29 @@ def certify(
     capacity: int | None = None,
     rows: int | None = None,
 ) -> Certificate:
-    """The epsilon that `accountant` vouches for; infinite without noise, or if `capacity` drops rows too often.
+    """Compute the epsilon that an accountant guarantees for given noise and delta.
 
-    "pld" (privacy loss distribution, tight) or "rdp" (Renyi); "replace-one" is the thesis's relation (L4167), "add-remove" that
-    of most papers.  With `capacity` of `rows`, delta includes (1 + e^epsilon) times the chance that rows are dropped: by so much
-    two mechanisms differ that do the same with all but that chance.
+    With `capacity` of `rows`, delta includes (1 + e^epsilon) times the probability that rows are dropped.  This
+    accounts for the difference between the mechanism with and without the capacity, which agree unless rows are
+    dropped.
 
-    >>> round(certify(12.0, 1.0, 100, 1e-5).epsilon, 2), round(certify(12.0, 1.0, 100, 1e-5, relation="add-remove").epsilon, 2)
-    (8.0, 3.55)
+    Args:
+        noise: z, the noise multiplier.
+        rate: q, the probability of each row in a round.
+        rounds: K, the number of rounds.
+        delta: the target delta.
+        accountant: "pld" (privacy loss distribution, tight) or "rdp" (Renyi).
+        relation: "replace-one", the thesis's relation (Sec. C.3.3), or "add-remove", that of most papers.
+        capacity: the largest number of rows that a client uses in a round; None means all.
+        rows: number of rows of the client; required with `capacity`.
+
+    Returns:
+        The certificate.  Its epsilon is infinite without noise, or if `capacity` drops rows too often.
+
+    >>> round(certify(12.0, 1.0, 100, 1e-5).epsilon, 2)
+    8.0
+    >>> round(certify(12.0, 1.0, 100, 1e-5, relation="add-remove").epsilon, 2)
+    3.55
     """
     check_target(1.0, delta)
     check_relation(relation)
@@ -148,7 +191,21 @@ def calibrate(
     rows: int | None = None,
     tolerance: float = 1e-3,
 ) -> Certificate:
-    """The least noise multiplier, to a relative `tolerance`, whose certificate is at most (epsilon, delta).
+    """Find the smallest noise multiplier whose certificate is at most (epsilon, delta).
+
+    Args:
+        epsilon: the target epsilon.
+        delta: the target delta.
+        rate: q, the probability of each row in a round.
+        rounds: K, the number of rounds.
+        accountant: see `certify`.
+        relation: see `certify`.
+        capacity: see `certify`.
+        rows: see `certify`.
+        tolerance: relative tolerance of the noise multiplier.
+
+    Returns:
+        The certificate; its `noise` is the multiplier.
 
     >>> found = calibrate(8.0, 1e-5, 1.0, 100)
     >>> found.epsilon <= 8, round(found.noise, 1)
@@ -162,7 +219,8 @@ def calibrate(
         )
 
     high = 1.0
-    if accountant == "pld":  # starts near its end: distributions for far too little noise are long arrays
+    if accountant == "pld":
+        # Start near the solution: the distributions for far too little noise are long arrays.
         high = calibrate(
             epsilon,
             delta,

@@ -1,7 +1,9 @@
-"""What a client does to keep its rows private: Poisson sampling, clipping of each row's gradient, Gaussian noise.
+"""The private gradient of a client: Poisson sampling of rows, clipping of each row's gradient, Gaussian noise.
 
-A round releases (sum of clipped gradients of rows that came with chance q each + z C N(0, I)) / (q m), m being public.  What that
-costs over all rounds, and how large the multiplier z must be, is in `commjax.privacy.accounting`.
+    release = (sum_{j in B} g_j min(1, C / |g_j|) + z C N(0, I)) / (q m)
+
+B contains each of the m rows with probability q, and m is public.  `commjax.privacy.accounting` computes the privacy
+loss over all rounds and the multiplier z for a target.
 """
 
 from collections.abc import Callable
@@ -15,11 +17,19 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from commjax.core.base import Key, Params
 from commjax.core.local import _weights, _with_weights
 
-Loss = Callable[[Params, Any], Array]  # (params, rows of one client) -> the mean over rows; see `check_per_example`
+# (params, rows of one client) -> the mean over rows; see `check_per_example`.
+Loss = Callable[[Params, Any], Array]
 
 
 def num_rows(data: PyTree) -> int:
-    """How many rows a client's data has, padding included"""
+    """Return the number of rows of a client's data, including padding.
+
+    Args:
+        data: pytree of one client, leaves [rows, ...].
+
+    Returns:
+        The number of rows.  A ValueError is raised if the leaves disagree.
+    """
     counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(data)}
     if len(counts) != 1 or 0 in counts:
         shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
@@ -28,22 +38,46 @@ def num_rows(data: PyTree) -> int:
 
 
 def present(data: PyTree) -> Bool[Array, "m"]:
-    """Which rows are not padding (weight 0)"""
+    """Return the mask of the rows that are not padding (padding has weight 0).
+
+    Args:
+        data: pytree of one client, leaves [m, ...].
+
+    Returns:
+        Mask [m].
+    """
     weights = _weights(data)
     return jnp.ones(num_rows(data), bool) if weights is None else weights > 0
 
 
 def single(data: PyTree, row: Int[Array, ""]) -> PyTree:
-    """One row as data of its own, with weight 1"""
+    """Return one row as a data set of one row with weight 1.
+
+    Args:
+        data: pytree of one client, leaves [m, ...].
+        row: number of the row.
+
+    Returns:
+        A pytree with leaves [1, ...].
+    """
     one = jax.tree.map(lambda leaf: leaf[row][None], data)
     weights = _weights(one)
     return one if weights is None else _with_weights(one, jnp.ones_like(weights))
 
 
 def poisson(key: Key, rate: Shaped[Array, ""] | float, rows: Bool[Array, "m"]) -> Bool[Array, "m"]:
-    """Each of `rows` with chance `rate`, independently, and never with more: 2^-32 floor(2^32 (1 - 2^-22) rate), or 1 at 1.
+    """Sample each of `rows` independently, with probability at most `rate`.
 
-    (A float32 uniform has steps of 2^-23, which would make a rate of 2e-7 one of 2.4e-7.)  The same whatever the precision of the run.
+    The probability is 2^-32 floor(2^32 (1 - 2^-22) rate), or 1 if `rate` is 1.  A float32 uniform has steps of 2^-23,
+    which would turn a rate of 2e-7 into 2.4e-7.  The result does not depend on the precision of the run.
+
+    Args:
+        key: random key.
+        rate: q, the probability of each row.
+        rows: mask [m] of the rows that may be sampled.
+
+    Returns:
+        Mask [m] of the sampled rows.
 
     >>> poisson(jax.random.key(0), 1.0, jnp.array([True, False])).tolist()
     [True, False]
@@ -54,7 +88,14 @@ def poisson(key: Key, rate: Shaped[Array, ""] | float, rows: Bool[Array, "m"]) -
 
 
 def clip_factor(squared_norm: Float[Array, "..."], C: Shaped[Array, ""] | float) -> Float[Array, "..."]:
-    """min(1, C / |g|) from |g|^2, and 0 where that is not finite: such a gradient must not be seen in the sum either.
+    """Return the clipping factor min(1, C / |g|), or 0 where |g|^2 is not finite, so that g does not enter the sum.
+
+    Args:
+        squared_norm: |g|^2, of any shape.
+        C: the clipping norm.
+
+    Returns:
+        The factors, of the same shape.
 
     >>> clip_factor(jnp.array([4.0, 0.25, 0.0, jnp.nan, jnp.inf]), 1.0).tolist()
     [0.5, 1.0, 1.0, 0.0, 0.0]
@@ -70,7 +111,15 @@ def _wide(leaf: Array) -> np.dtype:
 def clipped_sum(
     grads: PyTree, C: Shaped[Array, ""] | float, rows: Bool[Array, "m"]
 ) -> tuple[PyTree, Float[Array, "m"]]:
-    """(sum over `rows` of g_j min(1, C / |g_j|), |g_j|^2), leaves of `grads` being [m, ...]; in float32 at least.
+    """Return the sum of clipped gradients, sum over `rows` of g_j min(1, C / |g_j|), in float32 at least.
+
+    Args:
+        grads: pytree of the gradients of m rows, leaves [m, ...].
+        C: the clipping norm.
+        rows: mask [m] of the rows in the sum.
+
+    Returns:
+        The sum, leaves [...], and the squared norms |g_j|^2 [m] before clipping.
 
     >>> found, _ = clipped_sum(jnp.array([[3.0, 4.0], [0.1, 0.0]]), 1.0, jnp.array([True, True]))
     >>> [round(float(x), 6) for x in found]
@@ -84,27 +133,41 @@ def clipped_sum(
 
     def total(leaf: Array) -> Array:
         flat = leaf.reshape(len(rows), -1)
-        # 0 * nan would be nan
+        # A factor of 0 alone would not do: 0 * nan is nan.
         safe = jnp.where((factor > 0)[:, None], flat, 0)
-        # In full precision: a product of truncated factors may be longer than C.
+        # In full precision, because a product of truncated factors may be longer than C.
         return jnp.matmul(factor.astype(leaf.dtype), safe, precision=jax.lax.Precision.HIGHEST).reshape(leaf.shape[1:])
 
     return jax.tree.map(total, wide), squared
 
 
 def gaussian_like(key: Key, like: PyTree) -> PyTree:
-    """Independent N(0, 1), in the shapes and dtypes of `like`"""
+    """Draw independent N(0, 1) with the shapes and dtypes of `like`.
+
+    Args:
+        key: random key.
+        like: pytree of arrays.
+
+    Returns:
+        A pytree of the same structure.
+    """
     leaves, treedef = jax.tree.flatten(like)
     keys = [jax.random.fold_in(key, 2 + number) for number in range(len(leaves))]
     return treedef.unflatten([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)])
 
 
 def check_per_example(loss: Loss, params: Params, data: PyTree, rtol: float = 1e-3) -> None:
-    """ValueError unless loss(params, data) is one number and the mean over rows of loss(params, row), as is its gradient.
+    """Raise a ValueError unless the loss is the mean over rows of the losses of single rows, and so is its gradient.
 
-    A loss in which rows meet (batch normalisation, contrastive losses, unequal weights) has no gradient of a single row: what
-    would be clipped is then not a part of what is minimised.  `data` is that of one client.  Looked at in two points, `params` and
-    another nearby: in one alone (all zeros, say) much may agree by chance.
+    A loss that mixes rows (batch normalisation, contrastive losses, unequal weights) has no gradient of a single row:
+    the clipped quantity would then not be a part of the minimised one.  The check is at `params` and at another point
+    nearby, because at one point alone (all zeros, for example) much may agree by chance.
+
+    Args:
+        loss: (params, rows of one client) -> one number, the mean over rows.
+        params: pytree of parameters.
+        data: pytree of one client, leaves [rows, ...].
+        rtol: relative tolerance.
     """
     shape = jax.eval_shape(loss, params, data).shape
     if shape != ():
@@ -124,12 +187,19 @@ def _check_at(loss: Loss, params: Params, data: PyTree, rtol: float) -> None:
         gap = np.abs(mean - np.asarray(one, np.float64)).max()
         if not gap <= rtol * (1e-3 + np.abs(mean).max()):
             raise ValueError(
-                f"loss is not a mean over rows: it or its gradient differs by {gap:.2g} from the mean of those of single rows; "
-                "allowed: a loss per example, averaged with equal weights, or clipping means nothing"
+                f"loss is not a mean over rows: it or its gradient differs by {gap:.2g} from the mean of those of "
+                "single rows; allowed: a loss per example, averaged with equal weights, or clipping means nothing"
             )
 
 
 def largest(data: PyTree) -> PyTree:
-    """The data of the client with the most rows, out of that of all (leading axis)."""
+    """Return the data of the client with the most rows.
+
+    Args:
+        data: pytree of all clients, leaves [n, rows, ...].
+
+    Returns:
+        The pytree of one client, leaves [rows, ...].
+    """
     counts = jax.vmap(lambda one: jnp.sum(present(one)))(data)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[int(jnp.argmax(counts))]), data)

@@ -1,4 +1,4 @@
-"""The cohort of one round: its rows, its two-level sum, and the objective of its prox."""
+"""The cohort of one round: the data of its clients, weighted sums over it, and the objective of its prox."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,17 @@ from commjax.sampling.samplings import Draw, Sampling
 
 
 def draw_of(key: Key, sampling: Sampling, state: State, axis_name: str | None) -> tuple[Draw, int]:
-    """Who takes part in this round, and the number n of all clients."""
+    """Draw the cohort of this round.
+
+    Args:
+        key: key of the run; the round number is folded into it.
+        sampling: the sampling of clients.
+        state: state of the algorithm.
+        axis_name: name of the mesh axis of the clients, or None.
+
+    Returns:
+        The draw, and n, the number of all clients.
+    """
     n = rounds.count(state.clients.id, axis_name)
     if sampling.n != n:
         raise ValueError(f"sampling is over {sampling.n} clients, the state has {n}")
@@ -23,7 +33,13 @@ def draw_of(key: Key, sampling: Sampling, state: State, axis_name: str | None) -
 
 
 class Cohort(NamedTuple):
-    """Rows of the cohort's clients, their weights 1/(n p_i) (0 for rows that take no part), and their hubs."""
+    """The data and weights of the cohort's clients.
+
+    Attributes:
+        data: data of the clients, leaves [m, ...].
+        weights: 1/(n p_i), 0 for rows that take no part.
+        hub: the hub of each client, or None without hubs.
+    """
 
     data: PyTree
     weights: Shaped[Array, "m"]
@@ -31,17 +47,27 @@ class Cohort(NamedTuple):
 
 
 class Hubs(NamedTuple):
-    """Server-hub-client topology: client i talks to hub `of[i]` only, hubs add up what they hear and pass one vector on.
+    """A server-hub-client topology: each client exchanges with one hub, and each hub sends one sum to the server.
 
-    Thesis: Fig. L2318.
+    Thesis: Fig. 5.4.
+
+    Attributes:
+        of: hub of each client, [n], from 0 to count - 1.
+        count: number of hubs.
     """
 
-    of: np.ndarray  # [n], from 0 to count - 1
+    of: np.ndarray
     count: int
 
     @staticmethod
     def make(of: Any) -> "Hubs":
-        """Hubs are numbered 0, 1, 2, ... and none is empty.
+        """Validate the hub of each client: hubs are numbered 0, 1, 2, ... and none is empty.
+
+        Args:
+            of: hub of each client, [n].
+
+        Returns:
+            The topology.
 
         >>> Hubs.make([0, 0, 1]).count
         2
@@ -54,10 +80,24 @@ class Hubs(NamedTuple):
 
 
 def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohort:
-    """Off a mesh the m drawn rows; on a mesh all rows of the device, because who is where is not known at compile time."""
+    """Return the rows of the cohort's clients.
+
+    Without a mesh these are the m drawn rows.  On a mesh these are all rows of the device, with weight 0 for the
+    clients that were not drawn, because it is not known at compile time which device has which drawn client.
+
+    Args:
+        draw: the cohort of the round.
+        ids: client numbers of the rows of `batch`, in any order.
+        batch: data of the clients, one row each.
+        axis_name: name of the mesh axis of the clients, or None.
+        hubs: the topology, or None.
+
+    Returns:
+        The cohort.
+    """
     of = (lambda at: None) if hubs is None else (lambda at: jnp.asarray(hubs.of)[at])
     if axis_name is None:
-        place = jnp.argsort(ids)[draw.ids]  # ids may stand in any order
+        place = jnp.argsort(ids)[draw.ids]  # because ids may be in any order
         return Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights, of(draw.ids))
     n = rounds.count(ids, axis_name)
     weights = jnp.zeros(n, draw.weights.dtype).at[draw.ids].add(jnp.where(draw.mask, draw.weights, 0))
@@ -65,7 +105,18 @@ def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohor
 
 
 def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
-    """sum_i weights_i row_i over all devices; with hubs in two levels, each hub's clients first"""
+    """Return sum_i weights_i row_i over all devices; with hubs, the clients of each hub are summed first.
+
+    Args:
+        rows: pytree, leaves [m, ...].
+        cohort: the cohort; only its `hub` is used.
+        weights: weights [m].
+        axis_name: name of the mesh axis of the clients, or None.
+        hubs: number of hubs.
+
+    Returns:
+        The pytree without the leading axis.
+    """
     hub = cohort.hub
     if hub is None:
         return rounds.mean(rows, axis_name, weights * rounds.count(weights, axis_name))
@@ -79,7 +130,16 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
 
 
 def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
-    """The largest of the members' numbers, over all devices"""
+    """Return the largest of the members' numbers, over all devices; other rows count as 0.
+
+    Args:
+        rows: numbers [m].
+        cohort: the cohort; members have a positive weight.
+        axis_name: name of the mesh axis of the clients, or None.
+
+    Returns:
+        One number.
+    """
     found = jnp.max(jnp.where(cohort.weights > 0, rows, jnp.zeros_like(rows)))
     return found if axis_name is None else jax.lax.pmax(found, axis_name)
 
@@ -94,7 +154,24 @@ def prox_oracle(
     hubs: int = 1,
     pool: Callable | None = None,
 ) -> Oracle:
-    """F(x) = sum_i w_i f_i(x) + |x - center|^2 / (2 gamma), its derivatives, and the same client by client."""
+    """Build the oracle of the cohort's prox objective, of its derivatives, and of each client's part.
+
+        F(x) = sum_i w_i f_i(x) + |x - center|^2 / (2 gamma)
+
+    Args:
+        loss: (params, data of one client) -> f_i(params).
+        unravel: flat vector [d] -> params.
+        cohort: data and weights w_i of the clients.
+        center: center of the prox, a flat vector [d].
+        gamma: stepsize of the prox.
+        axis_name: name of the mesh axis of the clients, or None.
+        hubs: number of hubs.
+        pool: (data, shares [m]) -> data of one client whose loss is sum_i shares_i f_i, or None.  It changes the speed
+            only, and is not used on a mesh.
+
+    Returns:
+        The oracle.  On a mesh it has no `local` part.
+    """
     gamma = jnp.asarray(gamma, center.dtype)
     weights = cohort.weights.astype(center.dtype)
 
@@ -102,7 +179,7 @@ def prox_oracle(
         return loss(unravel(x), data)
 
     def summed(function):
-        """One aggregation: each client's part at the same x, weighted and summed."""
+        """Return x -> the weighted sum of function(x, data) over the clients: one aggregation."""
 
         def at(x):
             x = rounds.broadcast(x, axis_name)
@@ -119,7 +196,7 @@ def prox_oracle(
         return weights @ jax.vmap(one, in_axes=(None, 0))(x, cohort.data)
 
     def fit_together(x):
-        """The same where nobody asks for one client's part: the gradient of the sum is one matrix product."""
+        """Differentiate the sum instead of each client's part: this is one matrix product."""
         found = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
         return found if axis_name is None else jax.lax.psum(found, axis_name)
 
@@ -147,17 +224,41 @@ def prox_oracle(
 
 
 def shares(draw: Draw) -> Array:
-    """1/|S| on the members"""
+    """Return 1/|S| for the members of the cohort, 0 for unused slots.
+
+    Args:
+        draw: the cohort of the round.
+
+    Returns:
+        Weights [m] that add up to 1.
+    """
     return draw.mask.astype(draw.weights.dtype) / jnp.sum(draw.mask, dtype=draw.weights.dtype)
 
 
 def price(draw: Draw, n: int, params: Params) -> Array:
-    """Bits of one vector from each member, mean over all n clients"""
+    """Return the bits of one vector from each member, as a mean over all n clients.
+
+    Args:
+        draw: the cohort of the round.
+        n: number of all clients.
+        params: pytree with the shapes and dtypes of the vector.
+
+    Returns:
+        The number of bits.
+    """
     dense = rounds.bits_of(params)
     return jnp.sum(draw.mask, dtype=dense.dtype) / n * dense
 
 
 def hubs_met(draw: Draw, hubs: Hubs) -> Array:
-    """How many hubs have a client in the cohort"""
+    """Return the number of hubs that have a client in the cohort.
+
+    Args:
+        draw: the cohort of the round.
+        hubs: the topology.
+
+    Returns:
+        One integer.
+    """
     at = jnp.where(draw.mask, jnp.asarray(hubs.of)[draw.ids], hubs.count)
     return jnp.sum(jnp.zeros(hubs.count + 1, jnp.int32).at[at].set(1)[:-1], dtype=jnp.int32)

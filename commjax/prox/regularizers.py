@@ -1,4 +1,7 @@
-"""Convex R with a closed prox:  prox_{gamma R}(x) = argmin_y  R(y) + |y - x|^2 / (2 gamma),  leaf by leaf on pytrees."""
+"""Convex regularizers R with a closed prox, leaf by leaf on pytrees.
+
+prox_{gamma R}(x) = argmin_y  R(y) + |y - x|^2 / (2 gamma)
+"""
 
 import math
 from collections.abc import Callable
@@ -12,17 +15,22 @@ from commjax.core.base import Params
 
 
 class Regularizer(NamedTuple):
-    """`value(params)` is R, infinite outside its domain; `prox(gamma, params)` keeps dtypes."""
+    """A convex function R and its proximal operator.
+
+    Attributes:
+        value: (params) -> R(params), infinite outside the domain of R.
+        prox: (gamma, params) -> prox_{gamma R}(params), a pytree of the same shapes and dtypes.
+    """
 
     value: Callable[[Params], Array]
     prox: Callable[[Array | float, Params], Params]
 
 
 def _separable(value: Callable, prox: Callable) -> Regularizer:
-    """R(x) = sum_j value(x_j); gamma reaches prox in the leaf's dtype."""
+    """Build R(x) = sum_j value(x_j); `prox` receives gamma in the leaf's dtype."""
 
     def total(params: PyTree) -> Array:
-        # The sum is in the default dtype, each value in the leaf's, as prox is, so that they agree on the domain.
+        # The sum is in the default dtype.  Each value is in the leaf's dtype, as prox is, so both agree on the domain.
         start = jnp.zeros(())
         return sum((jnp.sum(value(leaf), dtype=start.dtype) for leaf in jax.tree.leaves(params)), start=start)
 
@@ -38,12 +46,20 @@ def _weight(name: str, argument: str, value: float) -> None:
 
 
 def zero() -> Regularizer:
-    """R = 0"""
+    """R = 0, whose prox is the identity."""
     return Regularizer(lambda params: jnp.zeros(()), lambda gamma, params: params)
 
 
 def l1(weight: float) -> Regularizer:
-    """R = weight |x|_1: soft thresholding.
+    """R = weight |x|_1, whose prox is soft thresholding.
+
+        prox(x) = sign(x) max(|x| - gamma weight, 0)
+
+    Args:
+        weight: finite, at least 0.
+
+    Returns:
+        The regularizer.
 
     >>> l1(1.0).prox(0.5, jnp.array([2.0, 0.2])).tolist()
     [1.5, 0.0]
@@ -53,13 +69,32 @@ def l1(weight: float) -> Regularizer:
 
 
 def l2_squared(weight: float) -> Regularizer:
-    """R = (weight/2) |x|^2: shrinkage by 1 / (1 + gamma weight)."""
+    """R = (weight/2) |x|^2, whose prox shrinks x.
+
+        prox(x) = x / (1 + gamma weight)
+
+    Args:
+        weight: finite, at least 0.
+
+    Returns:
+        The regularizer.
+    """
     _weight("l2_squared", "weight", weight)
     return elastic_net(0.0, weight)
 
 
 def elastic_net(weight_l1: float, weight_l2: float) -> Regularizer:
-    """R = weight_l1 |x|_1 + (weight_l2/2) |x|^2: threshold, then shrink."""
+    """R = weight_l1 |x|_1 + (weight_l2/2) |x|^2, whose prox thresholds, then shrinks.
+
+        prox(x) = sign(x) max(|x| - gamma weight_l1, 0) / (1 + gamma weight_l2)
+
+    Args:
+        weight_l1: finite, at least 0.
+        weight_l2: finite, at least 0.
+
+    Returns:
+        The regularizer.
+    """
     _weight("elastic_net", "weight_l1", weight_l1)
     _weight("elastic_net", "weight_l2", weight_l2)
 
@@ -74,7 +109,14 @@ def elastic_net(weight_l1: float, weight_l2: float) -> Regularizer:
 
 
 def box(low: float, high: float) -> Regularizer:
-    """R = 0 on [low, high]^d and infinite outside: projection.
+    """R = 0 on [low, high]^d and infinite outside; its prox is the projection onto the box.
+
+    Args:
+        low: lower bound of every entry.
+        high: upper bound of every entry, at least `low`.
+
+    Returns:
+        The regularizer.
 
     >>> box(-1.0, 1.0).prox(0.1, jnp.array([3.0, 0.5])).tolist()
     [1.0, 0.5]
@@ -89,5 +131,5 @@ def box(low: float, high: float) -> Regularizer:
 
 
 def nonnegative() -> Regularizer:
-    """R = 0 on x >= 0 and infinite outside: projection."""
+    """R = 0 where x >= 0 and infinite outside; its prox is the projection max(x, 0)."""
     return box(0.0, math.inf)

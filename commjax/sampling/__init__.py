@@ -1,9 +1,9 @@
-"""Which clients take part in a round.
+"""Samplings: which clients take part in a round.
 
 nice, full, block, stratified, nonuniform, importance      samplings with their theoretical constants
-stratified_of, block_of                                    some clients of each cluster, or of one
+stratified_of, block_of                                    a client from each of some clusters, some clients from one
 clustering                                                 clusters of similar clients
-draws                                                      what a sampling is made of
+draws                                                      the types `Draw` and `Sampling`, and checks of arguments
 """
 
 from commjax.sampling import clustering, draws, samplings

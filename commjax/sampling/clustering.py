@@ -1,4 +1,4 @@
-"""Clusters of similar clients, for the stratified and block samplings of `cohorts`."""
+"""Clusters of similar clients, for the stratified and block samplings of `commjax.sampling.samplings`."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,18 @@ MOST_PARTITIONS = 200_000
 def by_features(
     features: Float[np.ndarray, "N d"], rows: Sequence[Any], b: int, seed: int = 0
 ) -> list[Int[np.ndarray, "_"]]:
-    """b clusters of clients whose mean features are alike (k-means); client i holds the rows `rows[i]`.
+    """Cluster the clients by their mean features, with k-means.
 
-    Thesis: L2262.  Needs scikit-learn, commjax[data].
+    Thesis: Sec. 5.4.1.  Needs scikit-learn, commjax[data].
+
+    Args:
+        features: features [N, d] of all rows.
+        rows: `rows[i]` are the row numbers of client i.
+        b: number of clusters.
+        seed: seed of k-means.
+
+    Returns:
+        b arrays of client numbers.
 
     >>> [ids.tolist() for ids in by_features(np.array([[0.0], [9.0], [0.1], [9.2]]), [[0], [1], [2], [3]], 2)]
     [[0, 2], [1, 3]]
@@ -32,9 +41,17 @@ def by_features(
 
 
 def by_gradients(gradients: Rows, b: int, seed: int = 0) -> list[Int[np.ndarray, "_"]]:
-    """b clusters of clients whose gradients (or other vectors) are alike (k-means): the heuristic for a small sigma^2_SS.
+    """Cluster the clients by their gradients (or other vectors), with k-means: a heuristic for a small sigma^2_SS.
 
     Needs scikit-learn, commjax[data].
+
+    Args:
+        gradients: one vector per client, [n, d].
+        b: number of clusters, at most the number of distinct rows.
+        seed: seed of k-means.
+
+    Returns:
+        b arrays of client numbers.
 
     >>> [ids.tolist() for ids in by_gradients(np.array([[0.0], [9.0], [0.1], [9.2]]), 2)]
     [[0, 2], [1, 3]]
@@ -46,11 +63,21 @@ def by_gradients(gradients: Rows, b: int, seed: int = 0) -> list[Int[np.ndarray,
 
 
 def optimal_stratified(gradients: Rows, b: int) -> list[Int[np.ndarray, "_"]]:
-    """The b clusters of equal size m = n/b with the smallest sigma^2_SS, by trying them all; gradients are those at x*.
+    """Return the b clusters of equal size m = n/b with the smallest sigma^2_SS, by exhaustive search.
 
-    With equal sizes sigma^2_SS = (sum_i |a_i|^2 - (1/m) sum_j |z_j|^2) m / n^2, so that sum_j |z_j|^2 is made large, where
-    z_j adds up cluster j; the best split of what remains is found once for each remainder.
-    Thesis: Def. (L5585).  Differs: P8 (it is stratified sampling's optimal clustering).
+    With equal sizes and z_j the sum of the a_i in cluster j,
+
+        sigma^2_SS = (sum_i |a_i|^2 - (1/m) sum_j |z_j|^2) m / n^2
+
+    Hence the search maximises sum_j |z_j|^2.  It computes the best split of each set of remaining clients only once.
+    Thesis: Def. D.6.14.  Differs: P8 (it is stratified sampling's optimal clustering).
+
+    Args:
+        gradients: a_i, the gradients of the clients at x*, [n, d].
+        b: number of clusters; b must divide n.
+
+    Returns:
+        b arrays of client numbers.  A ValueError is raised if there are more than `MOST_PARTITIONS` partitions.
 
     >>> [ids.tolist() for ids in optimal_stratified(np.array([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]]), 2)]
     [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""What a sampling of cohorts is: its draw, its constants, and the checks of what they are given."""
+"""The types of a sampling and of one draw, and the checks of their arguments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,39 +13,73 @@ from commjax.core.base import Key
 Vector = Float[np.ndarray, "n"]
 Rows = Float[np.ndarray, "n d"]
 Outcomes = Iterator[tuple[float, tuple[int, ...]]]
-Clusters = Sequence[Any] | Int[np.ndarray, "b k"]  # arrays or sequences of client numbers, which partition 0..n-1
+# Arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
+Clusters = Sequence[Any] | Int[np.ndarray, "b k"]
 
 
 class Draw(NamedTuple):
-    """One cohort in m slots; an unused slot repeats a client of the cohort, with weight 0 and mask False."""
+    """One cohort in m slots.  An unused slot repeats a client of the cohort, with weight 0 and mask False.
+
+    Attributes:
+        ids: number of the client in each slot.
+        weights: 1 / (n p_i) for each slot, 0 for an unused slot.
+        mask: whether the slot is used.
+    """
 
     ids: Int[Array, "m"]
-    weights: Float[Array, "m"]  # 1 / (n p_i)
+    weights: Float[Array, "m"]
     mask: Bool[Array, "m"]
 
 
 class Sampling(NamedTuple):
-    """A distribution over cohorts.  `sample` is pure and has static shapes; everything else is NumPy on the host.
+    """A distribution over cohorts.  `sample` is pure and has static shapes; everything else runs in NumPy on the host.
 
-    Thesis: L2033-L2060, Table (L4745).  Differs: P3 (weights 1/(n p_i), which need not add up to 1), P4 (each client has its mu_i).
+    Thesis: Sec. 5.3.1, Table D.3.
+    Differs: P3 (weights 1/(n p_i), which need not add up to 1), P4 (each client has its mu_i).
+
+    Attributes:
+        name: name of the sampling.
+        n: number of clients.
+        size: m, the number of slots.
+        sample: (key) -> Draw.
+        probabilities: p_i = Prob(i in S).
+        mu: (mu_i [n]) -> mu_AS.
+        variance: (gradients of the clients at x* [n, d], which add up to 0) -> sigma^2_AS.
+        outcomes: () -> iterator over (probability, cohort), each cohort once; exponentially many in general.
+        shares: r_i = E [1(i in S) / |S|], which add up to 1: the weights of the clients in FedProx-SPPM-AS (P3).
+        smoothness: (smoothness constants L_i [n]) -> expected smoothness
+            max_i E [sum_{j in S} L_j / (n p_j) | i in S].
     """
 
     name: str
     n: int
-    size: int  # m, the number of slots
+    size: int
     sample: Callable[[Key], Draw]
-    probabilities: Vector  # p_i = Prob(i in S)
-    mu: Callable[[ArrayLike], float]  # mu_AS from the clients' mu_i
-    variance: Callable[[ArrayLike], float]  # sigma^2_AS from the clients' gradients at x*, which add up to 0
-    outcomes: Callable[[], Outcomes]  # (probability, cohort), each cohort once: exponentially many in general
-    shares: Vector  # E [1(i in S) / |S|], which add up to 1: what FedProx-SPPM-AS gives each client (P3)
-    smoothness: Callable[
-        [ArrayLike], float
-    ]  # expected smoothness max_i E [sum_{j in S} L_j / (n p_j) | i in S] from the clients' L_i
+    probabilities: Vector
+    mu: Callable[[ArrayLike], float]
+    variance: Callable[[ArrayLike], float]
+    outcomes: Callable[[], Outcomes]
+    shares: Vector
+    smoothness: Callable[[ArrayLike], float]
 
 
 def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sampling:
-    """`pick(key)` gives ids and mask; `mu`, `variance` and `smoothness` may trust their arguments."""
+    """Build a `Sampling` that validates the arguments of `mu`, `variance` and `smoothness`.
+
+    Args:
+        name: name of the sampling.
+        p: p_i = Prob(i in S), [n].
+        shares: E [1(i in S) / |S|], [n].
+        size: m, the number of slots.
+        pick: (key) -> (ids [m], mask [m]).
+        mu: (mu_i [n]) -> mu_AS; its argument is already validated.
+        variance: (gradients [n, d]) -> sigma^2_AS; its argument is already validated.
+        outcomes: () -> iterator over (probability, cohort).
+        smoothness: (L_i [n]) -> expected smoothness; its argument is already validated.
+
+    Returns:
+        The sampling.
+    """
     n, weights = len(p), 1 / (len(p) * p)
 
     def sample(key: Key) -> Draw:
@@ -65,8 +99,8 @@ def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sa
         rest, scale = np.linalg.norm(gradients.mean(axis=0)), np.linalg.norm(gradients, axis=1).max()
         if rest > 1e-5 * scale + 1e-8:
             raise ValueError(
-                f"gradients have a mean of norm {rest:.3g} (largest row: {scale:.3g}); allowed: gradients at x*, which add up "
-                "to 0: centre them with gradients - gradients.mean(axis=0)"
+                f"gradients have a mean of norm {rest:.3g} (largest row: {scale:.3g}); "
+                "allowed: gradients at x*, which add up to 0: centre them with gradients - gradients.mean(axis=0)"
             )
         return float(variance(gradients))
 
@@ -80,7 +114,15 @@ def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sa
 
 
 def distribution(name: str, p: Any) -> Vector:
-    """p as float64 that adds up to exactly 1, up to rounding"""
+    """Return p as float64, normalised to add up to 1 up to rounding.
+
+    Args:
+        name: name of the argument, for the error message.
+        p: positive numbers that add up to 1, up to 1e-6.
+
+    Returns:
+        Probabilities [n].  A ValueError is raised if p is not a distribution with positive probabilities.
+    """
     p = np.asarray(p, np.float64)
     if p.ndim != 1 or len(p) == 0 or not np.all(p > 0):
         raise ValueError(f"{name}={p.tolist()}; allowed: a positive probability for each (a proper sampling)")
@@ -90,26 +132,65 @@ def distribution(name: str, p: Any) -> Vector:
 
 
 def squares(rows: Float[np.ndarray, "k d"]) -> Float[np.ndarray, "k"]:
+    """Return the squared norm of each row.
+
+    Args:
+        rows: vectors [k, d].
+
+    Returns:
+        Numbers [k].
+    """
     return np.sum(rows**2, axis=1)
 
 
 class Parts(NamedTuple):
-    """Clusters, checked, and as a table [b, largest size] whose empty places repeat the cluster's first client"""
+    """Validated clusters.
+
+    Attributes:
+        members: the clients of each cluster.
+        sizes: the size of each cluster.
+        of: the cluster of each client.
+        table: the clients of each cluster as an array [b, largest size]; unused places repeat the
+            cluster's first client.
+    """
 
     members: list[Int[np.ndarray, "_"]]
     sizes: Int[np.ndarray, "b"]
-    of: Int[np.ndarray, "n"]  # the cluster of each client
+    of: Int[np.ndarray, "n"]
     table: Int[np.ndarray, "b k"]
 
     def sums(self, rows: Rows) -> Float[np.ndarray, "b d"]:
+        """Return the sum of the rows of each cluster.
+
+        Args:
+            rows: one vector per client, [n, d].
+
+        Returns:
+            Vectors [b, d].
+        """
         return np.stack([rows[ids].sum(axis=0) for ids in self.members])
 
     def variances(self, rows: Rows) -> Float[np.ndarray, "b"]:
-        """v_j = mean over the cluster of |a_i - its mean|^2"""
+        """Return v_j = mean over cluster j of |a_i - mean of cluster j|^2.
+
+        Args:
+            rows: a_i, one vector per client, [n, d].
+
+        Returns:
+            v_j, [b].
+        """
         return np.array([squares(rows[ids] - rows[ids].mean(axis=0)).mean() for ids in self.members])
 
 
 def partition(clusters: Clusters) -> Parts:
+    """Validate clusters: each of 0..n-1 must be in exactly one cluster, and no cluster may be empty.
+
+    Args:
+        clusters: arrays or sequences of client numbers.
+
+    Returns:
+        The clusters in several forms.  A ValueError is raised if the clusters are not a partition.
+    """
     members = [np.asarray(ids) for ids in clusters]
     if not members or any(ids.size == 0 for ids in members):
         empty = next((j for j, ids in enumerate(members) if ids.size == 0), None)
@@ -132,6 +213,14 @@ def partition(clusters: Clusters) -> Parts:
 
 
 def check_size(name: str, size: int, most: int, what: str) -> None:
+    """Raise a ValueError unless `size` is an integer from 1 to `most`.
+
+    Args:
+        name: name of the argument, for the error message.
+        size: the value to check.
+        most: the largest allowed value.
+        what: a description of `most`, for the error message.
+    """
     if not isinstance(size, int | np.integer):
         raise ValueError(f"{name}={size!r}; allowed: an int")
     if not 1 <= size <= most:

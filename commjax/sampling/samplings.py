@@ -1,11 +1,13 @@
-r"""Who takes part in a round: samplings of cohorts, and their constants in closed form.
+r"""Samplings of cohorts and their constants in closed form.
 
 A sampling draws a random nonempty set S of the clients 0..n-1.  With p_i = Prob(i in S), the cohort minimises
 
     f_S = sum_{i in S} f_i / (n p_i),        E f_S = f = (1/n) sum_i f_i
 
-and two numbers describe it: mu_AS, such that every f_S is mu_AS-strongly convex, and sigma^2_AS = E |grad f_S(x*)|^2.
-`commjax.theory.sppm` says what follows from them; `commjax.core.rounds.cohort` is the plain cohort of a federated round.
+Two constants describe a sampling: mu_AS, such that every f_S is mu_AS-strongly convex, and
+sigma^2_AS = E |grad f_S(x*)|^2.  Below, mu_i is the strong convexity constant of f_i, and a_i = grad f_i(x*).
+`commjax.theory.sppm` has the bounds in terms of these constants.  `commjax.core.rounds.cohort` draws the uniform cohort
+of the other federated methods.
 """
 
 import math
@@ -22,12 +24,23 @@ from commjax.sampling.draws import Clusters, Draw, Sampling, Vector, build, chec
 from commjax.theory.sppm import nice_variance
 
 __all__ = [
-    "Clusters", "Draw", "Sampling", "Vector", "block", "block_of", "full", "importance", "nice", "nonuniform", "stratified", "stratified_of",
-]  # fmt: skip
+    "Clusters",
+    "Draw",
+    "Sampling",
+    "Vector",
+    "block",
+    "block_of",
+    "full",
+    "importance",
+    "nice",
+    "nonuniform",
+    "stratified",
+    "stratified_of",
+]
 
 
 def _choose(key: Key, p: Vector) -> Int[Array, ""]:
-    """One index with probabilities p, resolved to about 1e-7 in float32"""
+    """Draw one index with probabilities p, resolved to about 1e-7 in float32."""
     steps = jnp.asarray(np.cumsum(p)[:-1], float)
     return jnp.searchsorted(steps, jax.random.uniform(key, dtype=steps.dtype), side="right").astype(jnp.int32)
 
@@ -41,12 +54,22 @@ def _everyone(ids: Int[Array, "m"]) -> tuple[Int[Array, "m"], Bool[Array, "m"]]:
 
 
 def _with_others(own: Vector, total: float, tau: int, n: int) -> Vector:
-    """L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: the others are as likely as in nice sampling"""
+    """Return L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: given client i, the others are as likely as in nice sampling."""
     return own + (total - own) * ((tau - 1) / (n - 1) if n > 1 else 0)
 
 
 def full(n: int) -> Sampling:
-    """All clients: mu = mean_i mu_i, sigma^2 = 0.  Thesis: FS (L4719).
+    """Full participation: every client takes part in every round.
+
+        mu = mean_i mu_i        sigma^2 = 0
+
+    Thesis: full sampling (FS), Sec. D.2.2.
+
+    Args:
+        n: number of clients.
+
+    Returns:
+        A sampling of n clients with n slots.
 
     >>> full(3).sample(jax.random.key(0)).ids.tolist(), full(3).mu(np.array([1.0, 2.0, 3.0]))
     ([0, 1, 2], 2.0)
@@ -66,9 +89,17 @@ def full(n: int) -> Sampling:
 
 
 def nonuniform(p: Any) -> Sampling:
-    """One client, i with probability p_i: mu = min_i mu_i / (n p_i), sigma^2 = (1/n^2) sum_i |a_i|^2 / p_i.
+    """Draw one client; client i has probability p_i.
 
-    Thesis: NS (L4727).
+        mu = min_i mu_i / (n p_i)        sigma^2 = (1/n^2) sum_i |a_i|^2 / p_i
+
+    Thesis: nonuniform sampling (NS), Sec. D.2.2.
+
+    Args:
+        p: positive probabilities [n] that add up to 1.
+
+    Returns:
+        A sampling of n clients with one slot.
 
     >>> nonuniform([0.25, 0.75]).mu(np.array([1.0, 1.0]))
     0.6666666666666666
@@ -89,9 +120,18 @@ def nonuniform(p: Any) -> Sampling:
 
 
 def importance(mu: Any) -> Sampling:
-    """One client, with p_i proportional to mu_i, which makes mu_AS as large as one client can: mean_i mu_i.
+    """Draw one client with probability proportional to mu_i.
 
-    Thesis: IS (L4733).
+        p_i = mu_i / sum_j mu_j        mu = mean_i mu_i
+
+    Among samplings of one client, this one has the largest mu_AS.
+    Thesis: importance sampling (IS), Sec. D.2.2.
+
+    Args:
+        mu: positive strong convexity constants [n] of the clients.
+
+    Returns:
+        A sampling of n clients with one slot.
 
     >>> importance([1.0, 3.0]).probabilities.tolist(), importance([1.0, 3.0]).mu(np.array([1.0, 3.0]))
     ([0.25, 0.75], 2.0)
@@ -103,9 +143,18 @@ def importance(mu: Any) -> Sampling:
 
 
 def nice(n: int, tau: int) -> Sampling:
-    """tau of n clients, all sets alike: mu = mean of the tau smallest mu_i, sigma^2 = (n/tau - 1)/(n - 1) mean_i |a_i|^2.
+    """Draw tau of n clients; all sets of size tau are equally likely.
 
-    Thesis: NICE (L2134, L5411).  Differs: P9 (1 <= tau <= n).
+        mu = mean of the tau smallest mu_i        sigma^2 = (n/tau - 1)/(n - 1) mean_i |a_i|^2
+
+    Thesis: nice sampling (NICE), Sec. 5.3.3 and Lemma D.6.11.  Differs: P9 (1 <= tau <= n).
+
+    Args:
+        n: number of clients.
+        tau: size of the cohort, 1 <= tau <= n.
+
+    Returns:
+        A sampling of n clients with tau slots.
 
     >>> nice(4, 2).mu(np.array([4.0, 3.0, 2.0, 1.0])), nice(4, 2).variance(np.array([[1.0], [1.0], [-1.0], [-1.0]]))
     (1.5, 0.3333333333333333)
@@ -125,9 +174,19 @@ def nice(n: int, tau: int) -> Sampling:
 
 
 def block(clusters: Clusters, q: Any = None) -> Sampling:
-    """A whole cluster, j with probability q_j (None: all alike): mu = min_j sum_{C_j} mu_i / (n q_j),
+    """Draw one whole cluster; cluster j has probability q_j.
 
-    sigma^2 = (1/n^2) sum_j |sum_{C_j} a_i|^2 / q_j.  Unequal clusters leave slots unused.  Thesis: BS (L2147).
+        mu = min_j sum_{C_j} mu_i / (n q_j)        sigma^2 = (1/n^2) sum_j |sum_{C_j} a_i|^2 / q_j
+
+    Thesis: block sampling (BS), Sec. 5.3.3.
+
+    Args:
+        clusters: b arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
+        q: positive probabilities [b] of the clusters.  None means 1/b for each.
+
+    Returns:
+        A sampling of n clients with as many slots as the largest cluster has clients.  A smaller cluster leaves slots
+        unused.
 
     >>> sampling = block([[0, 1, 2], [3]], q=[0.25, 0.75])
     >>> draw = sampling.sample(jax.random.key(1))
@@ -162,10 +221,18 @@ def _cohort(ids: Any) -> tuple[int, ...]:
 
 
 def stratified(clusters: Clusters) -> Sampling:
-    """One client from each cluster: mu = sum_j |C_j|/n min_{C_j} mu_i, sigma^2 = (1/n^2) sum_j |C_j|^2 v_j,
+    """Draw one client from each cluster, uniformly.
 
-    where v_j is the variance of the a_i inside cluster j: small if the clients of a cluster are alike.
-    Thesis: SS (L2157).  Differs: P6 (closed form instead of a sum over C_1 x ... x C_b).
+        mu = sum_j |C_j|/n min_{C_j} mu_i        sigma^2 = (1/n^2) sum_j |C_j|^2 v_j
+
+    v_j is the variance of the a_i in cluster j.  It is small if the clients of a cluster are similar.
+    Thesis: stratified sampling (SS), Sec. 5.3.3.  Differs: P6 (closed form instead of a sum over C_1 x ... x C_b).
+
+    Args:
+        clusters: b arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
+
+    Returns:
+        A sampling of n clients with b slots.
 
     >>> draw = stratified([[0, 1, 2], [3]]).sample(jax.random.key(0))
     >>> int(draw.ids[1]), draw.weights.tolist()
@@ -176,10 +243,21 @@ def stratified(clusters: Clusters) -> Sampling:
 
 
 def stratified_of(clusters: Clusters, c: int) -> Sampling:
-    """One client from each of c of the q clusters: p_i = (c/q) / |C_j|, mu = sum of the c smallest q|C_j|/(nc) min_{C_j} mu_i,
+    """Draw c of the q clusters uniformly, then one client from each of them.
 
-    sigma^2 = q/(n^2 c) sum_j |C_j|^2 v_j + (q/c - 1)/(q - 1) (q/n^2) sum_j |sum_{C_j} a_i|^2.
-    Thesis: Alg. (L4906).  Differs: P7 (it is stratified sampling only if c = q).
+        p_i     = (c/q) / |C_j|
+        mu      = sum of the c smallest q|C_j|/(nc) min_{C_j} mu_i
+        sigma^2 = q/(n^2 c) sum_j |C_j|^2 v_j + (q/c - 1)/(q - 1) (q/n^2) sum_j |sum_{C_j} a_i|^2
+
+    v_j is the variance of the a_i in cluster j.
+    Thesis: Alg. 14.  Differs: P7 (it is stratified sampling only if c = q).
+
+    Args:
+        clusters: q arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
+        c: number of clusters that are drawn, 1 <= c <= q.
+
+    Returns:
+        A sampling of n clients with c slots.
 
     >>> stratified_of([[0, 1], [2, 3], [4, 5]], 2).probabilities.round(6).tolist()[:2]
     [0.333333, 0.333333]
@@ -210,7 +288,7 @@ def stratified_of(clusters: Clusters, c: int) -> Sampling:
 
     def smoothness(L):
         largest, sums = (np.array([f(L[ids]) for ids in parts.members]) for f in (np.max, np.sum))
-        # The cluster's worst client for sure; of each other cluster, if it is chosen, the mean client.
+        # The largest client of the cluster itself is certain; each other cluster adds its mean if it is chosen.
         others = (sums.sum() - sums) * ((c - 1) / (q - 1) if q > 1 else 0)
         return q / (n * c) * np.max(sizes * largest + others)
 
@@ -219,11 +297,21 @@ def stratified_of(clusters: Clusters, c: int) -> Sampling:
 
 
 def block_of(clusters: Clusters, c: int) -> Sampling:
-    """c clients of one of the q clusters, all clusters alike: p_i = (c/q) / |C_j|,
+    """Draw one of the q clusters uniformly, then c of its clients.
 
-    mu = min_j q|C_j|/n mean of the c smallest mu_i in C_j,
-    sigma^2 = (q/n^2) sum_j |C_j|^2 (|mean_{C_j} a_i|^2 + (|C_j|/c - 1)/(|C_j| - 1) v_j).
-    Thesis: Alg. (L4906).  Differs: P7 (it is block sampling only if c = |C_j|).
+        p_i     = (c/q) / |C_j|
+        mu      = min_j q|C_j|/n (mean of the c smallest mu_i in C_j)
+        sigma^2 = (q/n^2) sum_j |C_j|^2 (|mean_{C_j} a_i|^2 + (|C_j|/c - 1)/(|C_j| - 1) v_j)
+
+    v_j is the variance of the a_i in cluster j.
+    Thesis: Alg. 14.  Differs: P7 (it is block sampling only if c = |C_j|).
+
+    Args:
+        clusters: q arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
+        c: number of clients that are drawn, at most the size of the smallest cluster.
+
+    Returns:
+        A sampling of n clients with c slots.
 
     >>> block_of([[0, 1, 2], [3, 4]], 2).probabilities.round(6).tolist()
     [0.333333, 0.333333, 0.333333, 0.5, 0.5]

@@ -1,1 +1,4 @@
-"""Every bound and constant of the thesis as a function of plain numbers.  Imports nothing but the standard library and NumPy."""
+"""Every bound and constant of the thesis as a function of plain numbers.
+
+The modules import nothing but the standard library, NumPy and jaxtyping.
+"""

@@ -1,7 +1,14 @@
-"""EF-BV: scalings, contraction factors, stepsizes and rates (thesis L840-L1150), in forms that do not cancel (errata E5).
+"""EF-BV: scalings, contraction factors, stepsizes and rates, computed without cancellation (errata E5).
 
-With realistic compressors 1 - r is about 1e-3 and s* about 1e-4, so `sqrt((1+r)/(2r)) - 1` loses four digits in float64 and all
-of them in float32; every formula below is a ratio of sums of positive terms, and finite at r = 0 (no compression).
+Thesis: Sec. 2.2 to 2.5.
+
+With realistic compressors 1 - r is about 1e-3 and s* about 1e-4, so `sqrt((1+r)/(2r)) - 1` loses four digits in float64
+and all of them in float32.  Every formula below is a ratio of sums of positive terms, and is finite at r = 0 (no
+compression).
+
+Symbols: a compressor is in C(eta, omega) with average relative variance omega_ran; lambda and nu are the scalings of
+EF-BV; r and r_av are the contraction factors for (omega, lambda) and (omega_ran, nu); alpha = 1 - r.
+`regime` is "pl" (Polyak-Lojasiewicz), "kl" (Kurdyka-Lojasiewicz, with a regularizer) or "nonconvex".
 """
 
 import math
@@ -22,26 +29,59 @@ def _check_regime(regime: str) -> None:
 
 
 def best_scaling(eta: float, omega: float) -> float:
-    """lambda* = min((1-eta) / ((1-eta)^2 + omega), 1), which maximises alpha = 1 - r.  With omega_ran it gives nu*.
+    """Return the scaling lambda* that maximises alpha = 1 - r.
 
-    Thesis: Prop. 2 (L857).  Differs: E6, the minimum binds iff omega <= eta (1 - eta).
+        lambda* = min((1-eta) / ((1-eta)^2 + omega), 1)
+
+    Thesis: Prop. 2.2.2.  Differs: E6, the minimum binds iff omega <= eta (1 - eta).
+
+    Args:
+        eta: relative bias, in [0, 1).
+        omega: relative variance; with omega_ran the result is nu*.
+
+    Returns:
+        lambda*.
     """
     _check(eta, omega)
     return min((1 - eta) / ((1 - eta) ** 2 + omega), 1.0)
 
 
 def contraction(eta: float, omega: float, lam: float) -> float:
-    """r = (1 - lambda + lambda eta)^2 + lambda^2 omega; with (omega_ran, nu) it gives r_av."""
+    """Return the contraction factor r of a scaled compressor.
+
+        r = (1 - lambda + lambda eta)^2 + lambda^2 omega
+
+    Args:
+        eta: relative bias.
+        omega: relative variance; with omega_ran and nu the result is r_av.
+        lam: lambda, the scaling.
+
+    Returns:
+        r.
+    """
     return (1 - lam + lam * eta) ** 2 + lam**2 * omega
 
 
 def one_minus_r(eta: float, omega: float, lam: float) -> float:
-    """1 - r = lambda (2 (1-eta) - lambda ((1-eta)^2 + omega)), at lambda* equal to (1-eta)^2 / ((1-eta)^2 + omega)."""
+    """Return alpha = 1 - r without cancellation.
+
+        1 - r = lambda (2 (1-eta) - lambda ((1-eta)^2 + omega))
+
+    At lambda* without the minimum, this is (1-eta)^2 / ((1-eta)^2 + omega).
+
+    Args:
+        eta: relative bias.
+        omega: relative variance.
+        lam: lambda, the scaling.
+
+    Returns:
+        1 - r.
+    """
     return lam * (2 * (1 - eta) - lam * ((1 - eta) ** 2 + omega))
 
 
 def _alpha(eta: float, omega: float, lam: float) -> float:
-    """1 - r, refused where the theorems do not hold."""
+    """Return 1 - r, and raise a ValueError where the theorems do not hold."""
     _check(eta, omega)
     if not 0 < lam <= 1:
         raise ValueError(f"lambda must be in (0, 1], got {lam}")
@@ -53,26 +93,52 @@ def _alpha(eta: float, omega: float, lam: float) -> float:
 
 
 def s_star(r: float, alpha: float) -> float:
-    """s* = sqrt((1+r)/(2r)) - 1 from r and alpha = 1 - r (L1013), infinite at r = 0."""
+    """Return s* = sqrt((1+r)/(2r)) - 1, infinite at r = 0 (thesis: Sec. 2.4).
+
+    Args:
+        r: contraction factor.
+        alpha: 1 - r.
+
+    Returns:
+        s*.
+    """
     if r == 0:
         return math.inf
     return alpha / (2 * r) / (math.sqrt((1 + r) / (2 * r)) + 1)
 
 
 def s_nonconvex(r: float, alpha: float) -> float:
-    """s = 1/sqrt(r) - 1 (L1127), infinite at r = 0."""
+    """Return s = 1/sqrt(r) - 1, infinite at r = 0 (thesis: Sec. 2.5).
+
+    Args:
+        r: contraction factor.
+        alpha: 1 - r.
+
+    Returns:
+        s.
+    """
     if r == 0:
         return math.inf
     return alpha / (r + math.sqrt(r))
 
 
 def _half_gap(r: float, alpha: float) -> float:
-    """sqrt((1+r)/2) - sqrt(r) = sqrt(r) s*"""
+    """Return sqrt((1+r)/2) - sqrt(r) = sqrt(r) s*."""
     return alpha / 2 / (math.sqrt((1 + r) / 2) + math.sqrt(r))
 
 
 def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """sqrt(r_av / r) / s: what multiplies L-tilde in the stepsize."""
+    """Return sqrt(r_av / r) / s, the factor of L_tilde in the stepsize.
+
+    Args:
+        r: contraction factor for (omega, lambda).
+        alpha: 1 - r.
+        r_av: contraction factor for (omega_ran, nu).
+        regime: "pl", "kl" or "nonconvex".
+
+    Returns:
+        The factor.
+    """
     _check_regime(regime)
     if regime == "nonconvex":
         return math.sqrt(r_av) * (1 + math.sqrt(r)) / alpha
@@ -80,7 +146,17 @@ def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> flo
 
 
 def inverse_theta(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """1 / theta, theta = s (1+s) r / r_av: zero when r_av is (theta is then infinite)."""
+    """Return 1 / theta, theta = s (1+s) r / r_av; it is zero if r_av is zero.
+
+    Args:
+        r: contraction factor for (omega, lambda).
+        alpha: 1 - r.
+        r_av: contraction factor for (omega_ran, nu).
+        regime: "pl", "kl" or "nonconvex".
+
+    Returns:
+        1 / theta.
+    """
     _check_regime(regime)
     if regime == "nonconvex":
         return r_av * (1 + math.sqrt(r)) / alpha
@@ -88,13 +164,27 @@ def inverse_theta(r: float, alpha: float, r_av: float, regime: str = "pl") -> fl
 
 
 def stepsize(L: float, L_tilde: float, eta: float, omega: float, lam: float, r_av: float, regime: str = "pl") -> float:
-    """gamma = 1 / (L + L_tilde sqrt(r_av/r) / s), with 2L instead of L under KL.
+    """Return the largest stepsize of the theorems.
 
-    Thesis: Thm 2.1 (PL, L1018), Thm 2.2 (KL, L1035), Thm 2.3 (nonconvex, L1130).
+        gamma = 1 / (L + L_tilde sqrt(r_av/r) / s),   with 2L instead of L under KL
+
+    Thesis: Thm 2.4.1 (PL), Thm 2.4.2 (KL), Thm 2.5.1 (nonconvex).
     Holds if: f is L-smooth, f_i is L_i-smooth, L_tilde^2 = mean L_i^2 (errata E1), r < 1.
-    Differs: E11, for KL the printed proof needs mu <= 6L.  It extends to mu <= 6L + M where R is M-strongly convex, and, with
-    another constant in Peter-Paul, to every mu at the rate max(1/(1 + gamma mu/2), 1 - b/(1 + s* b)), b = (1-r)/2: in effect the
-    same one, since s* b is small.  No counterexample to the printed rate is known.
+    Differs: E11, for KL the printed proof needs mu <= 6L.  It extends to mu <= 6L + M where R is M-strongly convex,
+    and, with another constant in Peter-Paul, to every mu at the rate max(1/(1 + gamma mu/2), 1 - b/(1 + s* b)), b =
+    (1-r)/2: in effect the same one, since s* b is small.  No counterexample to the printed rate is known.
+
+    Args:
+        L: smoothness constant of f.
+        L_tilde: root mean square of the smoothness constants of the f_i.
+        eta: relative bias.
+        omega: relative variance.
+        lam: lambda, the scaling.
+        r_av: contraction factor for (omega_ran, nu).
+        regime: "pl", "kl" or "nonconvex".
+
+    Returns:
+        gamma.
     """
     _check_regime(regime)
     alpha = _alpha(eta, omega, lam)
@@ -103,40 +193,116 @@ def stepsize(L: float, L_tilde: float, eta: float, omega: float, lam: float, r_a
 
 
 def lyapunov_weight(gamma: float, r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """gamma / (2 theta): the weight of mean_i |grad f_i(x) - h_i|^2 in Psi."""
+    """Return gamma / (2 theta), the weight of mean_i |grad f_i(x) - h_i|^2 in Psi.
+
+    Args:
+        gamma: stepsize.
+        r: contraction factor for (omega, lambda).
+        alpha: 1 - r.
+        r_av: contraction factor for (omega_ran, nu).
+        regime: "pl", "kl" or "nonconvex".
+
+    Returns:
+        The weight.
+    """
     return gamma / 2 * inverse_theta(r, alpha, r_av, regime)
 
 
 def rate(gamma: float, mu: float, r: float, regime: str = "pl") -> float:
-    """E Psi^{t+1} <= rate * Psi^t: max(1 - gamma mu, (1+r)/2) under PL, max(1/(1 + gamma mu / 2), (1+r)/2) under KL."""
+    """Return the linear rate of E Psi^{t+1} <= rate * Psi^t.
+
+        PL: max(1 - gamma mu, (1+r)/2)        KL: max(1/(1 + gamma mu / 2), (1+r)/2)
+
+    Args:
+        gamma: stepsize.
+        mu: constant of the PL or KL inequality.
+        r: contraction factor for (omega, lambda).
+        regime: "pl" or "kl".
+
+    Returns:
+        The rate, below 1.
+    """
     if regime not in ("pl", "kl"):
         raise ValueError(f"regime must be 'pl' or 'kl' for a linear rate, got {regime!r}")
     return max(1 / (1 + gamma * mu / 2) if regime == "kl" else 1 - gamma * mu, (1 + r) / 2)
 
 
 def nonconvex_bound(gap: float, G0: float, gamma: float, inverse_theta: float, rounds: int) -> float:
-    """E |grad f(x-hat)|^2 <= 2 (f(x0) - f_inf) / (gamma t) + G0 / (theta t) after t rounds (Thm 2.3, L1130)."""
+    """Return the bound on the squared gradient norm after t rounds in the nonconvex regime (thesis: Thm 2.5.1).
+
+        E |grad f(x-hat)|^2 <= 2 (f(x0) - f_inf) / (gamma t) + G0 / (theta t)
+
+    Args:
+        gap: f(x0) - f_inf.
+        G0: mean_i |grad f_i(x0) - h_i|^2 at the start.
+        gamma: stepsize.
+        inverse_theta: 1 / theta.
+        rounds: t, the number of rounds.
+
+    Returns:
+        The bound.
+    """
     return 2 * gap / (gamma * rounds) + G0 * inverse_theta / rounds
 
 
 def diana_stepsize(L_max: float, omega_ran: float) -> float:
-    """1 / (L_max (1 + (1+sqrt 2)^2 omega_ran)): DIANA, f strongly convex, f_i convex, unbiased compressors (L1097)."""
+    """Return DIANA's stepsize 1 / (L_max (1 + (1+sqrt 2)^2 omega_ran)) (thesis: Prop. 2.4.6).
+
+    Holds if: f strongly convex, f_i convex, unbiased compressors.
+
+    Args:
+        L_max: the largest smoothness constant of the f_i.
+        omega_ran: average relative variance.
+
+    Returns:
+        gamma.
+    """
     return 1 / (L_max * (1 + (1 + math.sqrt(2)) ** 2 * omega_ran))
 
 
 def diana_lyapunov_weight(gamma: float, omega: float, omega_ran: float) -> float:
-    """(2 + sqrt 2) gamma^2 omega_ran (1 + omega): the weight of mean_i |grad f_i(x*) - h_i|^2 in Phi (L1101)."""
+    """Return (2 + sqrt 2) gamma^2 omega_ran (1 + omega), the weight of mean_i |grad f_i(x*) - h_i|^2 in Phi.
+
+    Thesis: Prop. 2.4.6.
+
+    Args:
+        gamma: stepsize.
+        omega: relative variance.
+        omega_ran: average relative variance.
+
+    Returns:
+        The weight.
+    """
     return (2 + math.sqrt(2)) * gamma**2 * omega_ran * (1 + omega)
 
 
 def diana_rate(gamma: float, mu: float, omega: float) -> float:
-    """max(1 - gamma mu, (1/2 + omega) / (1 + omega)) (L1104)."""
+    """Return DIANA's linear rate max(1 - gamma mu, (1/2 + omega) / (1 + omega)) (thesis: Prop. 2.4.6).
+
+    Args:
+        gamma: stepsize.
+        mu: strong convexity constant of f.
+        omega: relative variance.
+
+    Returns:
+        The rate.
+    """
     return max(1 - gamma * mu, (0.5 + omega) / (1 + omega))
 
 
 def compressed_gd_stepsize(L: float, L_max: float, omega_ran: float) -> float:
-    """1 / (L + 2 omega_ran L_max): gradient descent on unbiased messages, f_i convex; a neighbourhood remains.
+    """Return the stepsize 1 / (L + 2 omega_ran L_max) of gradient descent on unbiased messages with convex f_i.
 
-    From E |g|^2 <= |grad f|^2 + omega_ran mean |grad f_i|^2 <= 2 (L + 2 omega_ran L_max) (f - f*) + 2 omega_ran sigma*^2.
+    It converges to a neighbourhood only, because
+
+        E |g|^2 <= |grad f|^2 + omega_ran mean |grad f_i|^2 <= 2 (L + 2 omega_ran L_max) (f - f*) + 2 omega_ran sigma*^2
+
+    Args:
+        L: smoothness constant of f.
+        L_max: the largest smoothness constant of the f_i.
+        omega_ran: average relative variance.
+
+    Returns:
+        gamma.
     """
     return 1 / (L + 2 * omega_ran * L_max)

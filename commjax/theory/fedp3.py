@@ -1,7 +1,7 @@
-"""FedP3's bounds and counts, in plain numbers: aggregation sketches, global pruning, what clients send.
+"""FedP3's bounds and counts, in plain numbers: aggregation sketches, global pruning, parameters that clients send.
 
-Throughout, client i has f_i L_i-smooth and bounded below, f = mean_i f_i, Delta_0 = f(w^0) - inf f, and K rounds have
-stepsize gamma.  The private variant is in `theory.ldp_fedp3`.
+Client i has f_i L_i-smooth and bounded below, f = mean_i f_i, Lbar = mean_i L_i, Delta_0 = f(w^0) - inf f, and there
+are K rounds with stepsize gamma.  The private variant is in `theory.ldp_fedp3`.
 """
 
 import math
@@ -14,7 +14,13 @@ Vector = Float[np.ndarray, "n"]
 
 
 class Abc(NamedTuple):
-    """E |g(w)|^2 <= 2 A (f(w) - inf f) + B |grad f(w)|^2 + C.  Thesis: Assumption L4317."""
+    """Constants of the bound E |g(w)|^2 <= 2 A (f(w) - inf f) + B |grad f(w)|^2 + C (thesis: Sec. C.4.1).
+
+    Attributes:
+        A: factor of the suboptimality.
+        B: factor of the squared gradient norm.
+        C: constant term.
+    """
 
     A: float
     B: float
@@ -22,15 +28,32 @@ class Abc(NamedTuple):
 
 
 def gradient_bound(L: float, gap: float) -> float:
-    """|grad f_i(w)|^2 <= 2 L_i (f_i(w) - inf f_i), from `gap` = f_i(w) - inf f_i.
+    """Return the bound |grad f_i(w)|^2 <= 2 L_i (f_i(w) - inf f_i).
 
-    Thesis: Lemma L4287.  Differs: F11 (inf f_i, not inf f: clients do not share their minima).
+    Thesis: Lemma C.4.1.  Differs: F11 (inf f_i, not inf f: clients do not share their minima).
+
+    Args:
+        L: L_i.
+        gap: f_i(w) - inf f_i.
+
+    Returns:
+        The bound.
     """
     return 2 * L * gap
 
 
 def sketch_moment(ys: Float[np.ndarray, "n d"]) -> float:
-    """E |(1/n) sum_i S_i y_i|^2 = (1/n) sum_i |y_i|^2, an equality.  Thesis: L4346.  Holds if: the permutation is shared.
+    """Return the second moment of the sketched mean.
+
+        E |(1/n) sum_i S_i y_i|^2 = (1/n) sum_i |y_i|^2
+
+    Thesis: Thm C.4.4.  Holds if: the permutation is shared.
+
+    Args:
+        ys: y_i, the vectors of the clients, [n, d].
+
+    Returns:
+        The moment, exactly.
 
     >>> sketch_moment(np.array([[3.0, 4.0], [0.0, 1.0]]))
     13.0
@@ -39,14 +62,33 @@ def sketch_moment(ys: Float[np.ndarray, "n d"]) -> float:
 
 
 def sketch_variance(ys: Float[np.ndarray, "n d"]) -> float:
-    """E |(1/n) sum_i S_i y_i - mean_i y_i|^2 = mean_i |y_i|^2 - |mean_i y_i|^2.  Thesis: L4378."""
+    """Return the variance of the sketched mean.
+
+        E |(1/n) sum_i S_i y_i - mean_i y_i|^2 = mean_i |y_i|^2 - |mean_i y_i|^2
+
+    Thesis: Sec. C.4.1.
+
+    Args:
+        ys: y_i, the vectors of the clients, [n, d].
+
+    Returns:
+        The variance, exactly.
+    """
     return sketch_moment(ys) - float(np.sum(np.mean(ys, axis=0) ** 2))
 
 
 def aggregation_constants(L: Vector, inf_f: float, infs: Vector) -> Abc:
-    """A = L_max, B = 0, C = 2 L_max (inf f - mean_i inf f_i) of g = (1/n) sum_i S_i grad f_i(w).
+    """Return A = L_max, B = 0, C = 2 L_max (inf f - mean_i inf f_i) of g = (1/n) sum_i S_i grad f_i(w).
 
-    Thesis: Lemma L4329.  Differs: F11 (C = 0 only if the clients share a minimiser).
+    Thesis: Lemma C.4.3.  Differs: F11 (C = 0 only if the clients share a minimiser).
+
+    Args:
+        L: smoothness constants L_i, [n].
+        inf_f: inf f.
+        infs: inf f_i, [n].
+
+    Returns:
+        The constants.
 
     >>> aggregation_constants(np.array([1.0, 3.0]), 0.5, np.zeros(2))
     Abc(A=3.0, B=0.0, C=3.0)
@@ -56,10 +98,22 @@ def aggregation_constants(L: Vector, inf_f: float, infs: Vector) -> Abc:
 
 
 def stationarity(abc: Abc, L_mean: float, gamma: float, K: int, delta0: float) -> float:
-    """min_k E |grad f(w^k)|^2 <= Lbar C gamma + 2 (1 + Lbar A gamma^2)^K Delta_0 / (gamma K) over k < K.
+    """Return the bound on the smallest squared gradient norm over K rounds (Khaled and Richtarik).
 
-    Thesis: Thm L4388 (Khaled and Richtarik); with `aggregation_constants`, Thm L1770.
-    Holds if: gamma <= 1 / (Lbar B).  Differs: F11 (the first term, which Thm L1770 leaves out).
+        min_k E |grad f(w^k)|^2 <= Lbar C gamma + 2 (1 + Lbar A gamma^2)^K Delta_0 / (gamma K)   over k < K
+
+    Thesis: Thm C.4.5; with `aggregation_constants`, the theorem on personalized model aggregation (Sec. 4.3).
+    Holds if: gamma <= 1 / (Lbar B).  Differs: F11 (the first term, which the theorem of Sec. 4.3 leaves out).
+
+    Args:
+        abc: the constants A, B, C.
+        L_mean: Lbar.
+        gamma: stepsize.
+        K: number of rounds.
+        delta0: Delta_0.
+
+    Returns:
+        The bound.
     """
     if gamma * L_mean * abc.B > 1:
         raise ValueError(f"gamma={gamma}; allowed: at most 1 / (Lbar B) = {1 / (L_mean * abc.B)}")
@@ -67,9 +121,16 @@ def stationarity(abc: Abc, L_mean: float, gamma: float, K: int, delta0: float) -
 
 
 def aggregation_stepsize(L: Vector, K: float | int) -> float:
-    """gamma = min(1 / L_max, 1 / sqrt(Lbar L_max K)): then (1 + Lbar L_max gamma^2)^K <= e.
+    """Return the stepsize gamma = min(1 / L_max, 1 / sqrt(Lbar L_max K)), for which (1 + Lbar L_max gamma^2)^K <= e.
 
-    Thesis: Thm L1770.  Differs: F12 (a minimum, and Lbar = mean_i L_i).
+    Thesis: Sec. 4.3.  Differs: F12 (a minimum, and Lbar = mean_i L_i).
+
+    Args:
+        L: smoothness constants L_i, [n].
+        K: number of rounds.
+
+    Returns:
+        gamma.
 
     >>> aggregation_stepsize(np.array([2.0, 8.0]), 10)
     0.05
@@ -78,17 +139,37 @@ def aggregation_stepsize(L: Vector, K: float | int) -> float:
 
 
 def rounds_to(epsilon: float, delta0: float, L: Vector) -> float:
-    """K = max(36 Delta_0^2 Lbar L_max / epsilon^2, 6 Delta_0 L_max / epsilon): 6 Delta_0 / (gamma K) <= epsilon.
+    """Return the number of rounds after which 6 Delta_0 / (gamma K) <= epsilon, with `aggregation_stepsize`.
 
-    Thesis: L4138.  Holds if: C = 0.  Differs: F13 (Lbar L_max belongs into the numerator); the second term, for 1 / L_max.
+        K = max(36 Delta_0^2 Lbar L_max / epsilon^2, 6 Delta_0 L_max / epsilon)
+
+    Thesis: Sec. C.3.2.  Holds if: C = 0.
+    Differs: F13 (Lbar L_max belongs into the numerator); the second term, for 1 / L_max.
+
+    Args:
+        epsilon: target accuracy.
+        delta0: Delta_0.
+        L: smoothness constants L_i, [n].
+
+    Returns:
+        K, not rounded.
     """
     return float(max(36 * delta0**2 * L.mean() * L.max() / epsilon**2, 6 * delta0 * L.max() / epsilon))
 
 
 def advantage_over_gd(n: int, epsilon: float) -> float:
-    """(nd / epsilon) / (d / epsilon^2) = n epsilon: how many times as much gradient descent sends, up to constants.
+    """Return (nd / epsilon) / (d / epsilon^2) = n epsilon, the communication of gradient descent relative to FedP3.
 
-    Thesis: L4150, L1777.  Differs: F14 (not n / epsilon: below epsilon = 1/n gradient descent is the cheaper one).
+    Constants are left out.
+    Thesis: Sec. C.3.2, Sec. 4.3.  Differs: F14 (not n / epsilon: below epsilon = 1/n gradient descent is the cheaper
+    one).
+
+    Args:
+        n: number of clients.
+        epsilon: target accuracy.
+
+    Returns:
+        The ratio.
 
     >>> advantage_over_gd(100, 0.001)
     0.1
@@ -100,7 +181,12 @@ def advantage_over_gd(n: int, epsilon: float) -> float:
 
 
 class Pruning(NamedTuple):
-    """W = E[P Lbar B + B Lbar P] / 2 and the least theta with E[B Lbar B] <= theta W; infinite if there is none."""
+    """Constants of the global pruning theorem; see `pruning_constants`.
+
+    Attributes:
+        W: W = E[P Lbar B + B Lbar P] / 2.
+        theta: the smallest theta with E[B Lbar B] <= theta W; infinite if there is none.
+    """
 
     W: Float[np.ndarray, "d d"]
     theta: float
@@ -109,9 +195,17 @@ class Pruning(NamedTuple):
 def pruning_constants(
     L: Float[np.ndarray, "n d d"], probability: Float[np.ndarray, "w"], masks: Float[np.ndarray, "w n d"]
 ) -> Pruning:
-    """W and theta over outcomes `masks` (0 or 1) of all clients: P = mean_i P_i, B = mean_i P_i L_i P_i.
+    """Return W and theta of global pruning, with P = mean_i P_i and B = mean_i P_i L_i P_i.
 
-    Thesis: Thm L4270.  Differs: F21 (the symmetrisation of P Lbar B; B as in the proof).
+    Thesis: Thm C.3.5.  Differs: F21 (the symmetrisation of P Lbar B; B as in the proof).
+
+    Args:
+        L: smoothness matrices L_i of the clients.
+        probability: probability of each outcome.
+        masks: for each outcome, the diagonals (0 or 1) of the P_i of all clients.
+
+    Returns:
+        W and theta.
     """
     mean = L.mean(axis=0)
     P = np.einsum("wnd,de->wde", masks / masks.shape[1], np.eye(mean.shape[0]))
@@ -127,7 +221,16 @@ def pruning_constants(
 
 
 def pruning_growth(L: Float[np.ndarray, "d d"], P: Float[np.ndarray, "d"]) -> float:
-    """sup_w f(Pw) / f(w) for f(w) = w^T L w / 2: what 1 + gamma^2 h must be at least.  Thesis: Assumption L4529; F21.
+    """Return sup_w f(Pw) / f(w) for f(w) = w^T L w / 2; 1 + gamma^2 h must be at least this large.
+
+    Thesis: Assumption C.4.8; F21.
+
+    Args:
+        L: smoothness matrix, [d, d].
+        P: diagonal of the pruning matrix (0 or 1), [d].
+
+    Returns:
+        The supremum.
 
     >>> round(pruning_growth(np.array([[1.0, 0.9], [0.9, 1.0]]), np.array([1.0, 0.0])), 4)
     5.2632
@@ -138,20 +241,49 @@ def pruning_growth(L: Float[np.ndarray, "d d"], P: Float[np.ndarray, "d"]) -> fl
 
 
 def pruning_stepsize(theta: float, h: float, K: int) -> float:
-    """gamma = min(sqrt(log 2 / (h K)), 1 / theta).  Thesis: Thm L4270.  Holds if: h does not depend on gamma (F21)."""
+    """Return the stepsize gamma = min(sqrt(log 2 / (h K)), 1 / theta) of global pruning.
+
+    Thesis: Thm C.3.5.  Holds if: h does not depend on gamma (F21).
+
+    Args:
+        theta: see `Pruning`.
+        h: constant of f(Pw) <= (1 + gamma^2 h) f(w).
+        K: number of rounds.
+
+    Returns:
+        gamma.
+    """
     return min(math.sqrt(math.log(2) / (h * K)) if h > 0 else math.inf, 1 / theta)
 
 
 def pruning_bound(gamma: float, K: int, delta0: float) -> float:
-    """E |grad f(w)|^2 <= 4 Delta_0 / (gamma K) in the norm of Lbar^{-1} W Lbar^{-1}.
+    """Return the bound E |grad f(w)|^2 <= 4 Delta_0 / (gamma K) in the norm of Lbar^{-1} W Lbar^{-1}.
 
-    Thesis: Thm L4270.  Holds if: w is drawn with `recursion_weights` (not any w^k, F21), f(Pw) <= (1 + gamma^2 h) f(w).
+    Thesis: Thm C.3.5.
+    Holds if: w is drawn with `recursion_weights` (not any w^k, F21), f(Pw) <= (1 + gamma^2 h) f(w).
+
+    Args:
+        gamma: stepsize.
+        K: number of rounds.
+        delta0: Delta_0.
+
+    Returns:
+        The bound.
     """
     return 4 * delta0 / (gamma * K)
 
 
 def recursion_weights(a: float, K: int) -> Vector:
-    """p_k = a^{K-1-k} / S_K, S_K = sum_k a^{K-1-k}.  Thesis: Lemma L4574.
+    """Return the weights p_k = a^{K-1-k} / S_K with S_K = sum_k a^{K-1-k}.
+
+    Thesis: Lemma C.4.9.
+
+    Args:
+        a: factor of the recursion.
+        K: number of rounds.
+
+    Returns:
+        p_k, [K].
 
     >>> recursion_weights(2.0, 3).tolist()
     [0.5714285714285714, 0.2857142857142857, 0.14285714285714285]
@@ -161,16 +293,36 @@ def recursion_weights(a: float, K: int) -> Vector:
 
 
 def recursion_bound(a: float, K: int, first: float, last: float, c: float) -> float:
-    """sum_k p_k Y_k <= (a^K X_0 - X_K) / S_K + c if X_{k+1} <= a X_k - Y_k + c.  Thesis: Lemma L4574."""
+    """Return the bound sum_k p_k Y_k <= (a^K X_0 - X_K) / S_K + c, if X_{k+1} <= a X_k - Y_k + c.
+
+    Thesis: Lemma C.4.9.
+
+    Args:
+        a: factor of the recursion.
+        K: number of rounds.
+        first: X_0.
+        last: X_K.
+        c: constant of the recursion.
+
+    Returns:
+        The bound.
+    """
     total = float(np.sum(a ** np.arange(K - 1.0, -1.0, -1.0)))
     return (a**K * first - last) / total + c
 
 
-# --- what clients hold and send, from the numbers of parameters of the layers; the last of them is everybody's
+# --- parameters that clients hold and send, counted by layer; every client trains the last layer
 
 
 def sent(layers: dict[str, int], trained: list[str]) -> int:
-    """Parameters that a client sends: the layers it trains, and the last one always.
+    """Return the number of parameters that a client sends: the layers that it trains, and always the last layer.
+
+    Args:
+        layers: number of parameters of each layer by name, the last layer last.
+        trained: names of the layers that the client trains.
+
+    Returns:
+        The number of parameters.
 
     >>> sent({"conv1": 4864, "fc1": 1638400, "ffc": 10240}, ["fc1"])
     1648640
@@ -182,7 +334,18 @@ def sent(layers: dict[str, int], trained: list[str]) -> int:
 
 
 def deployed(layers: dict[str, int], trained: list[str], keep: float) -> float:
-    """Parameters that a client holds: those it sends, and `keep` of all others.  Thesis: L4037; Differs: F3, F7 (keep ratio)."""
+    """Return the number of parameters that a client holds: those that it sends, and the share `keep` of all others.
+
+    Thesis: Sec. C.2.5; Differs: F3, F7 (keep ratio).
+
+    Args:
+        layers: number of parameters of each layer by name, the last layer last.
+        trained: names of the layers that the client trains.
+        keep: share of the parameters of the other layers that remain after pruning, 0 < keep <= 1.
+
+    Returns:
+        The number of parameters.
+    """
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep}; allowed: 0 < keep <= 1")
     whole = sent(layers, trained)
@@ -190,7 +353,15 @@ def deployed(layers: dict[str, int], trained: list[str], keep: float) -> float:
 
 
 def spread(values: list[float]) -> float:
-    """(max - min) / min, which the thesis prints times 100.  Thesis: L4037.  Differs: F1 (per cent, not times).
+    """Return (max - min) / min, which the thesis prints times 100.
+
+    Thesis: Sec. C.2.5.  Differs: F1 (per cent, not times).
+
+    Args:
+        values: positive numbers.
+
+    Returns:
+        The relative spread.
 
     >>> round(100 * spread([15104.0, 1648640.0]), 2)
     10815.25
@@ -199,9 +370,16 @@ def spread(values: list[float]) -> float:
 
 
 def selection_share(layers: dict[str, int], count: int) -> tuple[float, float]:
-    """(share of the layers, expected share of the parameters) sent by a client with `count` layers drawn uniformly, and the last.
+    """Return the shares that a client sends if it trains `count` layers, drawn uniformly, and the last layer.
 
-    Thesis: L1824.  Differs: F5 (20, 40 and 60 % saved are shares of the number of layers).
+    Thesis: Sec. 4.4.2.  Differs: F5 (20, 40 and 60 % saved are shares of the number of layers).
+
+    Args:
+        layers: number of parameters of each layer by name, the last layer last.
+        count: number of drawn layers.
+
+    Returns:
+        The share of the layers, and the expected share of the parameters.
 
     >>> selection_share({"a": 10, "b": 30, "last": 10}, 1)
     (0.6666666666666666, 0.6)
@@ -214,7 +392,16 @@ def selection_share(layers: dict[str, int], count: int) -> tuple[float, float]:
 
 
 def combined_saving(keep: float, saved: float) -> float:
-    """1 - keep (1 - saved): of pruned layers, some are not sent.  Thesis: L1832; Differs: F6 (15.63 %, not 16.63 %).
+    """Return 1 - keep (1 - saved), the saving if layers are pruned and some of them are not sent.
+
+    Thesis: Sec. 4.4.2; Differs: F6 (15.63 %, not 16.63 %).
+
+    Args:
+        keep: share of the parameters that remain after pruning.
+        saved: share of the parameters that are not sent.
+
+    Returns:
+        The saved share.
 
     >>> combined_saving(0.9, 0.0625), combined_saving(0.9, 0.125)
     (0.15625, 0.21250000000000002)

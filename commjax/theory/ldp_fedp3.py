@@ -1,25 +1,36 @@
-"""LDP-FedP3's formulas, in plain numbers: the noise, what it costs in accuracy and in communication.
+"""LDP-FedP3's formulas, in plain numbers: the noise, and its cost in accuracy and in communication.
 
-m rows a client, b = q m of them a round on average, gradients of a row clipped to C, K rounds, d parameters, Gaussian noise
-of variance sigma^2 on each coordinate of the mean gradient.  `noise_variance` is *not* a certificate, whatever its constant
-c: that is an accountant's work (`commjax.privacy.accounting`).
+A client has m rows and uses b = q m of them per round on average.  The gradient of each row is clipped to C.  There are
+K rounds and d parameters.  Gaussian noise of variance sigma^2 is added to each coordinate of the mean gradient.
+`noise_variance` is *not* a certificate, whatever its constant c: an accountant computes certificates
+(`commjax.privacy.accounting`).
 """
 
 import math
 from typing import NamedTuple
 
-Count = float | int  # of rounds or rows: formulas give fractions
+# A number of rounds or rows; formulas may give fractions.
+Count = float | int
 _RELATIONS = {"add-remove": 1, "replace-one": 2}
 
 
 def check_relation(relation: str) -> None:
-    """What neighbouring data sets differ in: one row more or less, or one row changed"""
+    """Raise a ValueError unless the relation of neighbouring data sets is known.
+
+    Args:
+        relation: "add-remove" (one row more or less) or "replace-one" (one row changed).
+    """
     if relation not in _RELATIONS:
         raise ValueError(f"relation={relation!r}; allowed: {', '.join(map(repr, _RELATIONS))}")
 
 
 def check_target(epsilon: float, delta: float) -> None:
-    """epsilon > 0 and 0 < delta < 1"""
+    """Raise a ValueError unless epsilon is positive and finite, and 0 < delta < 1.
+
+    Args:
+        epsilon: privacy parameter.
+        delta: privacy parameter.
+    """
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon={epsilon}; allowed: positive and finite")
     if not 0 < delta < 1:
@@ -27,7 +38,17 @@ def check_target(epsilon: float, delta: float) -> None:
 
 
 def sensitivity(C: float, b: Count, relation: str) -> float:
-    """How far one row can move the mean gradient, sum / b: C/b if it comes or goes, 2C/b if it changes.  Differs: F17.
+    """Return how far one row can move the mean gradient, which is the sum divided by b.
+
+    It is C/b if a row is added or removed, and 2C/b if a row is replaced.  Differs: F17.
+
+    Args:
+        C: clipping norm.
+        b: denominator of the mean.
+        relation: "add-remove" or "replace-one".
+
+    Returns:
+        The sensitivity.
 
     >>> sensitivity(1.0, 10.0, "replace-one")
     0.2
@@ -37,10 +58,24 @@ def sensitivity(C: float, b: Count, relation: str) -> float:
 
 
 def noise_variance(epsilon: float, delta: float, *, c: float, C: float, K: Count, m: int) -> float:
-    """sigma^2 = c K C^2 log(1/delta) / (m^2 epsilon^2), with a constant c that the thesis does not give.
+    """Return the thesis's noise variance, with a constant c that the thesis does not give.
 
-    Thesis: L4465.  Differs: F15 (log(1/delta); L1780 prints log(1/epsilon), which is 0 at epsilon = 1), F20 (c).
+        sigma^2 = c K C^2 log(1/delta) / (m^2 epsilon^2)
+
+    Thesis: Sec. C.4.2.
+    Differs: F15 (log(1/delta); the theorem of Sec. 4.3 prints log(1/epsilon), which is 0 at epsilon = 1), F20 (c).
     Holds if: epsilon < c' q^2 K, c' unknown as well.
+
+    Args:
+        epsilon: privacy parameter.
+        delta: privacy parameter.
+        c: the constant.
+        C: clipping norm.
+        K: number of rounds.
+        m: number of rows of a client.
+
+    Returns:
+        sigma^2.
 
     >>> round(noise_variance(1.0, 1e-5, c=1.0, C=1.0, K=1000, m=500), 6)
     0.046052
@@ -50,12 +85,33 @@ def noise_variance(epsilon: float, delta: float, *, c: float, C: float, K: Count
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """rho-zCDP is (rho + 2 sqrt(rho log(1/delta)), delta)-DP (Bun and Steinke, 2016)"""
+    """Return epsilon for rho-zCDP: it is (rho + 2 sqrt(rho log(1/delta)), delta)-DP (Bun and Steinke, 2016).
+
+    Args:
+        rho: parameter of zero-concentrated differential privacy.
+        delta: privacy parameter.
+
+    Returns:
+        epsilon.
+    """
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 
 
 def full_batch_epsilon(sigma: float, delta: float, *, C: float, K: Count, m: int, relation: str) -> float:
-    """What K rounds with all m rows and noise sigma certainly have: rho = K sensitivity^2 / (2 sigma^2).
+    """Return an epsilon that K rounds with all m rows and noise sigma guarantee, by zCDP.
+
+        rho = K sensitivity^2 / (2 sigma^2)
+
+    Args:
+        sigma: standard deviation of the noise on each coordinate of the mean gradient.
+        delta: privacy parameter.
+        C: clipping norm.
+        K: number of rounds.
+        m: number of rows of a client.
+        relation: "add-remove" or "replace-one".
+
+    Returns:
+        epsilon.
 
     >>> round(full_batch_epsilon(0.04605170186**0.5, 1e-5, C=1.0, K=1000, m=500, relation="add-remove"), 2)
     1.46
@@ -64,15 +120,33 @@ def full_batch_epsilon(sigma: float, delta: float, *, C: float, K: Count, m: int
 
 
 def poisson_variance(C: float, q: float, b: Count) -> float:
-    """E |g - grad f_i|^2 <= (1 - q) C^2 / b for rows that come with chance q each and a sum divided by b = q m.
+    """Return the bound E |g - grad f_i|^2 <= (1 - q) C^2 / b for Poisson sampling and a sum divided by b = q m.
 
-    Thesis: Lemma L4402.  Differs: F18 (false for b rows drawn without replacement, see `fixed_variance`).
+    Thesis: Lemma C.4.6.  Differs: F18 (false for b rows drawn without replacement, see `fixed_variance`).
+
+    Args:
+        C: clipping norm.
+        q: probability of each row.
+        b: denominator of the mean.
+
+    Returns:
+        The bound.
     """
     return (1 - q) * C**2 / b
 
 
 def fixed_variance(spread: float, m: int, b: int) -> float:
-    """E |g - grad f_i|^2 = (m - b) / (m - 1) spread / b for b of m rows without replacement, spread = mean_j |g_j - mean|^2.
+    """Return the variance of the mean gradient of b of m rows, drawn without replacement.
+
+        E |g - grad f_i|^2 = (m - b) / (m - 1) spread / b
+
+    Args:
+        spread: mean_j |g_j - mean|^2 over the rows.
+        m: number of rows, at least 2.
+        b: number of drawn rows.
+
+    Returns:
+        The variance.
 
     >>> fixed_variance(1.0, 2, 1), poisson_variance(1.0, 0.5, 1.0)
     (1.0, 0.5)
@@ -83,16 +157,41 @@ def fixed_variance(spread: float, m: int, b: int) -> float:
 def utility(
     delta0: float, L: float, *, C: float, d: int, gamma: float, K: Count, sigma2: float, q: float, b: Count
 ) -> float:
-    """mean_k E |grad f(w^k)|^2 <= Delta_0 / (gamma K) + (gamma L / 2) [C^2 (1 + (1 - q) / b) + d sigma^2].
+    """Return the bound on the mean squared gradient norm over K rounds.
 
-    Thesis: L4480.  Holds if: gradients of single rows are bounded by C (F17), the noise is scaled by gamma (F16), gamma <= 1/L.
-    Differs: F19.  With b rows exactly, |g| <= C and the factor 1 + (1 - q)/b falls away; with Poisson sampling it does not.
+        mean_k E |grad f(w^k)|^2 <= Delta_0 / (gamma K) + (gamma L / 2) [C^2 (1 + (1 - q) / b) + d sigma^2]
+
+    Thesis: Sec. C.4.2.
+    Holds if: gradients of single rows are bounded by C (F17), the noise is scaled by gamma (F16), gamma <= 1/L.
+    Differs: F19.  With b rows exactly, |g| <= C and the factor 1 + (1 - q)/b falls away; with Poisson sampling it does
+    not.
+
+    Args:
+        delta0: Delta_0 = f(w^0) - inf f.
+        L: smoothness constant of f.
+        C: clipping norm.
+        d: number of parameters.
+        gamma: stepsize.
+        K: number of rounds.
+        sigma2: variance of the noise.
+        q: probability of each row.
+        b: mean number of rows in a round.
+
+    Returns:
+        The bound.
     """
     return delta0 / (gamma * K) + gamma * L / 2 * (C**2 * (1 + (1 - q) / b) + d * sigma2)
 
 
 class Schedule(NamedTuple):
-    """K rounds (not rounded), their stepsize, the bound on mean_k E |grad f|^2, and parameters sent by all clients."""
+    """The result of `schedule`.
+
+    Attributes:
+        K: number of rounds, not rounded.
+        gamma: stepsize.
+        bound: bound on mean_k E |grad f|^2.
+        cost: d K, the number of parameters sent by all clients together.
+    """
 
     K: float
     gamma: float
@@ -112,14 +211,27 @@ def schedule(
     m: int,
     b: Count | None = None,
 ) -> Schedule:
-    """K and gamma that balance the two terms of `utility` with sigma^2 from `noise_variance`.
+    """Return K and gamma that balance the two terms of `utility`, with sigma^2 from `noise_variance`.
 
         K     = max(m epsilon sqrt(L Delta_0) / (C sqrt(c d log(1/delta))),  m^2 epsilon^2 / (c d log(1/delta)))
         gamma = min(1/L,  sqrt(Delta_0 c d log(1/delta)) / (C m epsilon sqrt(L)))
         bound = (2 + (1 - q) / (2b)) C sqrt(L Delta_0 c d log(1/delta)) / (m epsilon)
 
-    Without `b`, (1 - q)/b is taken for 0, as in the thesis.
-    Thesis: L1779.  Differs: F19 (sqrt(Delta_0) is missing there), F15; the part with b is ours.
+    Thesis: Sec. 4.3.  Differs: F19 (sqrt(Delta_0) is missing there), F15; the part with b is ours.
+
+    Args:
+        epsilon: privacy parameter.
+        delta: privacy parameter.
+        L: smoothness constant of f.
+        delta0: Delta_0 = f(w^0) - inf f.
+        C: clipping norm.
+        c: constant of `noise_variance`.
+        d: number of parameters.
+        m: number of rows of a client.
+        b: mean number of rows in a round; None means (1 - q)/b = 0, as in the thesis.
+
+    Returns:
+        The schedule.
 
     >>> found = schedule(1.0, 1e-5, L=2.0, delta0=10.0, C=1.0, c=1.0, d=100, m=500)
     >>> round(found.K, 3), round(found.gamma, 6), round(found.bound, 6)
@@ -134,15 +246,37 @@ def schedule(
 
 
 def unscaled_floor(L: float, d: int, sigma2: float, gamma: float) -> float:
-    """d sigma^2 L / (2 gamma): what noise on the weights, not scaled by gamma, leaves of mean_k E |grad f|^2.
+    """Return d sigma^2 L / (2 gamma), which noise on the weights, not scaled by gamma, adds to mean_k E |grad f|^2.
 
-    Thesis: Alg. L4179 and L4472.  Differs: F16.
+    Thesis: Alg. 11 and Sec. C.4.2.  Differs: F16.
+
+    Args:
+        L: smoothness constant of f.
+        d: number of parameters.
+        sigma2: variance of the noise.
+        gamma: stepsize.
+
+    Returns:
+        The term.
     """
     return d * sigma2 * L / (2 * gamma)
 
 
 def communication(epsilon: float, delta: float, *, m: int, d: int, n: int, omega: float) -> dict[str, float]:
-    """The thesis's comparison: parameters sent to reach the private accuracy, constants left out.  Thesis: Table L4209.
+    """Return the thesis's comparison: the number of parameters sent to reach the private accuracy, without constants.
+
+    Thesis: Table C.3.
+
+    Args:
+        epsilon: privacy parameter.
+        delta: privacy parameter.
+        m: number of rows of a client.
+        d: number of parameters.
+        n: number of clients.
+        omega: relative variance of the compressor of the compared methods.
+
+    Returns:
+        The number of parameters by method.
 
     >>> found = communication(1.0, 1e-5, m=500, d=100, n=10, omega=9.0)
     >>> round(found["CDP-SGD"] / found["LDP-FedP3"], 9)

@@ -1,7 +1,8 @@
 """Rates and constants of Scafflix and i-Scaffnew, in plain numbers.
 
-Throughout, client i has f_i mu_i-strongly convex and L_i-smooth, stochastic gradients with expected smoothness (A_i, C_i)
-(A_i = L_i and C_i = 0 where they are exact), stepsize gamma_i and personalization weight alpha_i.
+Client i has f_i mu_i-strongly convex and L_i-smooth, stochastic gradients with expected smoothness (A_i, C_i)
+(A_i = L_i and C_i = 0 for exact gradients), stepsize gamma_i and personalization weight alpha_i.  All vectors have one
+entry per client.
 """
 
 import numpy as np
@@ -11,7 +12,16 @@ Vector = Float[np.ndarray, "n"]
 
 
 def server_stepsize(gamma: Vector, alpha: Vector) -> float:
-    """gamma = (mean_i alpha_i^2 / gamma_i)^{-1}; infinite if every alpha_i is 0.  Thesis: L1268.
+    """Return the server's stepsize gamma = (mean_i alpha_i^2 / gamma_i)^{-1}; infinite if every alpha_i is 0.
+
+    Thesis: Alg. 4.
+
+    Args:
+        gamma: stepsizes gamma_i.
+        alpha: personalization weights alpha_i.
+
+    Returns:
+        The server's stepsize.
 
     >>> server_stepsize(np.array([0.5, 0.25]), np.array([1.0, 1.0]))
     0.3333333333333333
@@ -21,17 +31,47 @@ def server_stepsize(gamma: Vector, alpha: Vector) -> float:
 
 
 def aggregation_weights(gamma: Vector, alpha: Vector) -> Vector:
-    """(gamma / n) alpha_i^2 / gamma_i, which add up to 1.  Thesis: L1279; Differs: S3 (the index is j)."""
+    """Return the server's weights (gamma / n) alpha_i^2 / gamma_i, which add up to 1.
+
+    Thesis: Alg. 4; Differs: S3 (the index is j).
+
+    Args:
+        gamma: stepsizes gamma_i.
+        alpha: personalization weights alpha_i.
+
+    Returns:
+        The weights.
+    """
     return server_stepsize(gamma, alpha) / len(gamma) * alpha**2 / gamma
 
 
 def best_probability(gamma: Vector, mu: Vector) -> float:
-    """p = sqrt(min_i gamma_i mu_i): the smallest that does not slow the rate.  Thesis: Cor. 2 (L1395), S7."""
+    """Return p = sqrt(min_i gamma_i mu_i), the smallest probability of communication that does not slow the rate.
+
+    Thesis: Cor. 3.2.5, S7.
+
+    Args:
+        gamma: stepsizes gamma_i.
+        mu: strong convexity constants mu_i.
+
+    Returns:
+        p.
+    """
     return float(np.sqrt(np.min(gamma * mu)))
 
 
 def rate(gamma: Vector, mu: Vector, p: float) -> float:
-    """zeta = min(min_i gamma_i mu_i, p^2): E Psi shrinks by 1 - zeta an iteration.  Thesis: Thm (L1343).
+    """Return zeta = min(min_i gamma_i mu_i, p^2): E Psi shrinks by the factor 1 - zeta per iteration.
+
+    Thesis: Thm 3.2.3.
+
+    Args:
+        gamma: stepsizes gamma_i.
+        mu: strong convexity constants mu_i.
+        p: probability of communication.
+
+    Returns:
+        zeta.
 
     >>> rate(np.array([0.5, 1.0]), np.array([0.5, 0.1]), 0.2)
     0.04000000000000001
@@ -40,21 +80,58 @@ def rate(gamma: Vector, mu: Vector, p: float) -> float:
 
 
 def lyapunov(away: Vector, drift: Vector, gamma: Vector, p: float) -> float:
-    """Psi = mean_i (gamma_min/gamma_i) |xtilde_i - xtilde_i*|^2 + (gamma_min/p^2) mean_i gamma_i |h_i - grad f_i(xtilde_i*)|^2,
+    """Return the Lyapunov function Psi.
 
-    from the squared norms `away` and `drift`.  Thesis: L1347.
+        Psi = mean_i (gamma_min/gamma_i) |xtilde_i - xtilde_i*|^2
+              + (gamma_min/p^2) mean_i gamma_i |h_i - grad f_i(xtilde_i*)|^2
+
+    Thesis: Thm 3.2.3.
+
+    Args:
+        away: |xtilde_i - xtilde_i*|^2 of each client.
+        drift: |h_i - grad f_i(xtilde_i*)|^2 of each client.
+        gamma: stepsizes gamma_i.
+        p: probability of communication.
+
+    Returns:
+        Psi.
     """
     least = gamma.min()
     return float(np.mean(least / gamma * away) + least / p**2 * np.mean(gamma * drift))
 
 
 def neighbourhood(gamma: Vector, mu: Vector, p: float, C: Vector) -> float:
-    """(gamma_min / zeta) mean_i gamma_i C_i: what stochastic gradients leave.  Thesis: L1350."""
+    """Return (gamma_min / zeta) mean_i gamma_i C_i, the limit of E Psi with stochastic gradients.
+
+    Thesis: Thm 3.2.3.
+
+    Args:
+        gamma: stepsizes gamma_i.
+        mu: strong convexity constants mu_i.
+        p: probability of communication.
+        C: constants C_i.
+
+    Returns:
+        The bound.
+    """
     return float(gamma.min() / rate(gamma, mu, p) * np.mean(gamma * C))
 
 
 def stepsizes_for(epsilon: float, A: Vector, mu: Vector, C: Vector) -> Vector:
-    """gamma_i = min(1/A_i, epsilon mu_min / (2 C_i)): the neighbourhood is epsilon/2 at most.  Thesis: Cor. 2 (L1395).
+    """Return stepsizes for which the neighbourhood is at most epsilon/2.
+
+        gamma_i = min(1/A_i, epsilon mu_min / (2 C_i))
+
+    Thesis: Cor. 3.2.5.
+
+    Args:
+        epsilon: target accuracy, positive.
+        A: constants A_i.
+        mu: strong convexity constants mu_i.
+        C: constants C_i.
+
+    Returns:
+        gamma_i.
 
     >>> stepsizes_for(0.1, np.array([2.0, 8.0]), np.array([0.5, 1.0]), np.array([0.0, 3.0])).round(6).tolist()
     [0.5, 0.008333]
@@ -67,14 +144,34 @@ def stepsizes_for(epsilon: float, A: Vector, mu: Vector, C: Vector) -> Vector:
 
 
 def iterations_to(epsilon: float, psi: float, zeta: float) -> float:
-    """log(Psi^0 / epsilon) / zeta iterations give E Psi <= epsilon (C_i = 0); p times as many communications."""
+    """Return log(Psi^0 / epsilon) / zeta: after this many iterations E Psi <= epsilon, if C_i = 0.
+
+    The expected number of communications is p times as large.
+
+    Args:
+        epsilon: target accuracy.
+        psi: Psi^0.
+        zeta: the rate.
+
+    Returns:
+        The number of iterations, not rounded.
+    """
     return float(np.log(psi / epsilon) / zeta)
 
 
 def expected_smoothness(L: float, gradients: Float[np.ndarray, "m d"]) -> tuple[float, float]:
-    """(A_i, C_i) of one row drawn uniformly: A = 2 L, C = 2 mean_j |g_j|^2 - 2 |mean_j g_j|^2 with the rows' gradients g_j at xtilde_i*.
+    """Return (A_i, C_i) of a stochastic gradient of one uniformly drawn row.
 
-    L is the largest smoothness constant of a row.  Thesis: L1335.  Holds if: every row's loss is convex (S5).
+        A = 2 L        C = 2 mean_j |g_j|^2 - 2 |mean_j g_j|^2
+
+    Thesis: Sec. 3.2.  Holds if: every row's loss is convex (S5).
+
+    Args:
+        L: the largest smoothness constant of a row.
+        gradients: g_j, the gradients of the m rows at xtilde_i*, [m, d].
+
+    Returns:
+        A and C.
     """
     center = gradients.mean(axis=0)
     return 2 * L, float(2 * np.mean(np.sum((gradients - center) ** 2, axis=1)))

@@ -1,9 +1,9 @@
-"""Inner solvers for the prox of a cohort; every evaluation is one aggregation inside the cohort, and is counted.
+"""Inner solvers for the prox of a cohort.  Every evaluation is one aggregation inside the cohort, and is counted.
 
 base            the contract of a solver, gradient descent, Newton, Scaffnew
 quasi_newton    BFGS and nonlinear conjugate gradients
-adaptive        solvers for networks with one rate each
-federated       solvers for networks that train on the clients
+adaptive        solvers for networks that use one gradient of F per round
+federated       solvers for networks with local steps on the clients
 """
 
 from commjax.prox.solvers import adaptive, federated, quasi_newton

@@ -1,4 +1,4 @@
-"""Inner solvers for networks that ask for one gradient of F a round: Adam, Apollo, OASIS; and what all solvers here share."""
+"""Inner solvers for networks that use one gradient of F per round (Adam, Apollo, OASIS); helpers for `federated`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,11 @@ from commjax.prox.solvers.base import Oracle, Point, Result, Solver, Vector, che
 
 
 def check_fractions(**values: Any) -> None:
+    """Raise a ValueError for a number outside [0, 1); traced values are not validated.
+
+    Args:
+        **values: the numbers by name.
+    """
     for name, value in values.items():
         if isinstance(value, int | float) and not 0 <= value < 1:
             raise ValueError(f"{name}={value}; allowed: 0 <= {name} < 1")
@@ -20,9 +25,22 @@ def check_fractions(**values: Any) -> None:
 def repeat(
     oracle: Oracle, x: Vector, budget: Any, tolerance: Any, memory: Any, update: Callable, evaluations: int = 1
 ) -> Result:
-    """`update(point, memory, number) -> (x, memory)` is a round, which nothing but a value that is not finite can break.
+    """Repeat a round until |grad F| <= tolerance or the budget is used, and return the last point.
 
-    The last point is the result: on a network the best of few by |grad F| is often the start.
+    Only a value that is not finite can end the run early.  The last point is returned, because on a network the best of
+    a few points by |grad F| is often the start.
+
+    Args:
+        oracle: the function to minimise.
+        x: the start [d].
+        budget: the largest number of rounds.
+        tolerance: bound on |grad F|.
+        memory: the initial memory of the method, a pytree.
+        update: the round, (point, memory, number of the round) -> (x [d], memory).
+        evaluations: number of aggregations of a round.
+
+    Returns:
+        The result.
     """
 
     def advance(here, memory, number):
@@ -35,7 +53,19 @@ def repeat(
 def transformed(
     transform: optax.GradientTransformation, updates: PyTree, state: Any, params: PyTree
 ) -> tuple[PyTree, Any]:
-    """Optax counts in integers that it mixes with floats: for it alone promotion is not strict, and the updates keep their dtype."""
+    """Call an Optax transformation with standard dtype promotion, and keep the dtypes of the updates.
+
+    Optax mixes its integer counters with floats, so it does not work with strict promotion.
+
+    Args:
+        transform: the transformation.
+        updates: pytree of updates.
+        state: state of the transformation.
+        params: pytree of parameters.
+
+    Returns:
+        The new updates and the new state.
+    """
     with jax.numpy_dtype_promotion("standard"):
         moved, state = transform.update(updates, state, params)
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), moved, updates), state
@@ -47,8 +77,17 @@ def adam(learning_rate: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e
         m <- b1 m + (1 - b1) grad F(x)        v <- b2 v + (1 - b2) grad F(x)^2
         x <- x - learning_rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Thesis: the solver of its networks (L5059).
+    Thesis: the solver of its networks, Sec. D.5.1.
     Holds if: a constant rate stops at a distance of about learning_rate a coordinate.
+
+    Args:
+        learning_rate: positive.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: term that keeps the denominator away from 0.
+
+    Returns:
+        The solver.
 
     >>> F = Oracle(lambda x: (jnp.vdot(x, x) / 2, x))
     >>> result = adam(0.1)(F, jnp.ones(2), 20, 0.0)
@@ -70,19 +109,28 @@ def adam(learning_rate: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e
 
 
 def apollo(learning_rate: Any, b: float = 0.9, sigma: float = 1.0, eps: float = 1e-4) -> Solver:
-    """Apollo (Ma 2020): a diagonal B from the weak secant equation d^T B d = -d^T (m_new - m), kept away from 0 by sigma.
+    """Apollo (Ma 2020): a diagonal B from the weak secant equation d^T B d = -d^T (m_new - m), bounded below by sigma.
 
         m_new = m + (1 - b) / (1 - b^t) (grad F(x) - m)
         B <- B - (d^T (m_new - m) + d^T B d) / (|d|_4 + eps)^4 d^2,   m <- m_new
         d <- m / max(|B|, sigma)        x <- x - learning_rate d
 
-    B, d, m are 0 at first.  The step learning_rate is left out of the secant equation as in the paper, so B estimates learning_rate
-    times the Hessian, and (eps aside) only learning_rate / sigma matters.
+    B, d and m start at 0.  As in the paper, the secant equation leaves out learning_rate.  Hence B estimates
+    learning_rate times the Hessian, and (apart from eps) only learning_rate / sigma matters.
 
-    Thesis: Apollo (L2332, L4689).
+    Thesis: Apollo, Fig. 5.4 and Sec. D.1.1.
     Holds if: learning_rate / sigma is below 1/L or so.
-    Differs: |d|_4 is over the whole vector, not a parameter tensor at a time; no warm-up of the rate (the paper starts with 500
-    iterations of rising rates, more than a cohort lives), no weight decay.
+    Differs: |d|_4 is over the whole vector, not a parameter tensor at a time; no warm-up of the rate (the paper starts
+    with 500 iterations of rising rates, more than a cohort lives), no weight decay.
+
+    Args:
+        learning_rate: positive.
+        b: decay of the first moment, in [0, 1).
+        sigma: lower bound of |B|, positive.
+        eps: term that keeps |d|_4 away from 0.
+
+    Returns:
+        The solver.
     """
     check_positive(learning_rate=learning_rate, sigma=sigma)
     check_fractions(b=b)
@@ -93,7 +141,7 @@ def apollo(learning_rate: Any, b: float = 0.9, sigma: float = 1.0, eps: float = 
             t = (number + 1).astype(x.dtype)
             change = (1 - b) / (1 - b**t) * (here.grad - m)
             length = jnp.sum(d**4) ** 0.25 + eps
-            unit = d / length  # the quotient of the docstring, without fourth powers of small numbers
+            unit = d / length  # avoids fourth powers of small numbers
             B = B - (jnp.vdot(unit, change) / length + jnp.vdot(unit, B * unit)) * unit**2
             m = m + change
             d = m / jnp.maximum(jnp.abs(B), sigma)
@@ -115,18 +163,30 @@ def oasis(
     samples: int = 10,
     seed: int = 0,
 ) -> Solver:
-    """OASIS (Jahani et al. 2022): the diagonal of the Hessian by Hutchinson's estimator, averaged, and a stepsize that adapts.
+    """OASIS (Jahani et al. 2022): Hutchinson's estimate of the Hessian's diagonal, averaged, with an adaptive stepsize.
 
         D <- b2 D + (1 - b2) z * (H(x) z),   z uniform on {-1, 1}^d        A = max(|D|, floor)
-        e <- min(sqrt(1 + e / e_old) e, |x - x_old|_A / (2 |grad F(x) - grad F(x_old)|_{1/A})),   |u|_A^2 = sum_j A_j u_j^2
-        m <- b1 m + (1 - b1) grad F(x)        x <- x - e m / A
+        e <- min(sqrt(1 + e / e_old) e, |x - x_old|_A / (2 |grad F(x) - grad F(x_old)|_{1/A})),   |u|_A^2 = sum_j A_j
+        u_j^2 m <- b1 m + (1 - b1) grad F(x)        x <- x - e m / A
 
-    The first step is e = learning_rate, and all steps are if not `adaptive`; D starts as the mean over `samples` z.  H z is the
-    derivative of the gradient along z (`jax.jvp`) and travels with it: one evaluation, two vectors.  z come from `seed`.
+    H z is the derivative of the gradient along z (`jax.jvp`).  A client sends it together with the gradient: one
+    evaluation, two vectors.
 
-    Thesis: OASIS (L2333, L4687).
+    Thesis: OASIS, Fig. 5.4 and Sec. D.1.1.
     Holds if: F is twice differentiable; the paper's theory is for b1 = 0.
     Differs: `adaptive` with b1 > 0 uses the same rule for e.
+
+    Args:
+        learning_rate: the first stepsize e, positive.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of D, in [0, 1).
+        floor: lower bound of A, positive.
+        adaptive: whether e adapts; otherwise all steps have e = learning_rate.
+        samples: number of z whose mean is the initial D.
+        seed: seed of the z.
+
+    Returns:
+        The solver.
     """
     check_positive(learning_rate=learning_rate, floor=floor, samples=samples)
     check_fractions(b1=b1, b2=b2)
@@ -149,7 +209,7 @@ def oasis(
             following = jnp.where(usable, adapted, step)
             m = b1 * m + (1 - b1) * here.grad
             there, sample = probe(here.x - following * m / A, jax.random.fold_in(key, number + 1))
-            # After the first step nothing bounds the growth.
+            # After the first step, nothing bounds the growth of the stepsize.
             growth = jnp.where(number > 0, following / step, jnp.inf)
             return there, (b2 * D + (1 - b2) * sample, m, following, growth, here), 1, False
 

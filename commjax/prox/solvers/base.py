@@ -1,10 +1,19 @@
-"""Inner solvers: min F(x) where every evaluation of F is one aggregation inside a cohort, and is counted.
+"""Inner solvers: min F(x), where every evaluation of F is one aggregation inside a cohort, and is counted.
 
-A solver is `solve(oracle, x, budget, tolerance) -> Result` on flat vectors.  `budget` (iterations) and `tolerance` (on |grad F|)
-may be traced, so that a grid over them is one program.  No solver raises inside jit: it returns a code that says how it ended, and
-never goes on from a value that is not finite.  Convex solvers return the point with the smallest |grad F| that they saw, and so does
-any solver that breaks down; solvers for networks (`adaptive`, `federated`) return the last point, because |grad F| of a network
-grows before it falls, and the best of few points would be the start.
+A solver is a function `solve(oracle, x, budget, tolerance) -> Result`:
+
+    oracle      F and its derivatives, on flat vectors
+    x           the start, a flat vector [d]
+    budget      the largest number of iterations
+    tolerance   the solver stops when |grad F| <= tolerance
+
+`budget` and `tolerance` may be traced, so a grid over them is one program.  No solver raises an error inside jit: the
+result has a code that says how the solver ended (`CONVERGED`, `OUT_OF_BUDGET` or `BROKE_DOWN`).  No solver continues
+from a value that is not finite.
+
+Convex solvers return the point with the smallest |grad F| that they evaluated, and so does any solver that breaks
+down.  Solvers for networks (`adaptive`, `federated`) return the last point: |grad F| of a network grows before it
+falls, so the best of a few points would be the start.
 """
 
 from collections.abc import Callable
@@ -20,32 +29,51 @@ Vector = Float[Array, "d"]
 
 
 class Oracle(NamedTuple):
-    """What a cohort answers.  F = sum_i w_i f_i + |x - center|^2 / (2 gamma) for a prox; any F for other uses."""
+    """The function that a solver minimises; F = sum_i w_i f_i + |x - center|^2 / (2 gamma) for a prox.
+
+    Attributes:
+        value_and_grad: x [d] -> (F(x), grad F(x) [d]).
+        hessian: x [d] -> the Hessian [d, d], or None.
+        local: the parts of the clients, for solvers with local steps, or None.
+    """
 
     value_and_grad: Callable[[Vector], tuple[Array, Vector]]
     hessian: Callable[[Vector], Float[Array, "d d"]] | None = None
-    local: "LocalOracle | None" = None  # for solvers that let each client work by itself
+    local: "LocalOracle | None" = None
 
 
 class LocalOracle(NamedTuple):
-    """F = sum_i weights_i F_i, client by client.  `weights` of clients that are not there are 0."""
+    """The parts F_i of F = sum_i weights_i F_i, one per client.
+
+    Attributes:
+        value_and_grad: rows [m, d] -> (F_i(row_i) [m], grad F_i(row_i) [m, d]).
+        hessian: rows [m, d] -> Hessians of F_i at row_i, [m, d, d].
+        weights: add up to 1; 0 for clients that are not present.
+    """
 
     value_and_grad: Callable[[Float[Array, "m d"]], tuple[Float[Array, "m"], Float[Array, "m d"]]]
     hessian: Callable[[Float[Array, "m d"]], Float[Array, "m d d"]]
-    weights: Float[Array, "m"]  # add up to 1
+    weights: Float[Array, "m"]
 
 
 class Result(NamedTuple):
-    """Counts are of this call.  `evaluations` is the number of aggregations: value and gradient at a point travel together.
+    """The result of one call of a solver; all counts are of this call.
 
-    Of these, `gradients` are points where the method needs grad F (the residual needs it everywhere but at rejected trials), and
-    `values` are points where it needs F, as line searches do (P12).
+    Attributes:
+        params: the solution [d].
+        iterations: number of iterations.
+        evaluations: number of aggregations.  The value and the gradient at a point are one aggregation.
+        residual: |grad F| at `params`.
+        code: `CONVERGED`, `OUT_OF_BUDGET` or `BROKE_DOWN`.
+        gradients: number of evaluations where the method needs grad F.  The residual needs it everywhere except at
+            rejected trial points.
+        values: number of evaluations where the method needs F, as line searches do (P12).
     """
 
     params: Vector
     iterations: Int[Array, ""]
     evaluations: Int[Array, ""]
-    residual: Float[Array, ""]  # |grad F| at params
+    residual: Float[Array, ""]
     code: Int[Array, ""]
     gradients: Int[Array, ""]
     values: Int[Array, ""]
@@ -55,7 +83,13 @@ Solver = Callable[[Oracle, Vector, Any, Any], Result]
 
 
 class Point(NamedTuple):
-    """Where a solver is, and what the cohort said there."""
+    """A point, and the value and gradient of F there.
+
+    Attributes:
+        x: the point [d].
+        value: F(x).
+        grad: grad F(x) [d].
+    """
 
     x: Vector
     value: Array
@@ -72,41 +106,93 @@ class _Loop(NamedTuple):
 
 
 def evaluate(oracle: Oracle, x: Vector) -> Point:
-    """One aggregation"""
+    """Evaluate F and its gradient at x: one aggregation.
+
+    Args:
+        oracle: the function.
+        x: the point [d].
+
+    Returns:
+        The point with its value and gradient.
+    """
     return Point(x, *oracle.value_and_grad(x))
 
 
 def pick(condition: Array, yes: Any, no: Any) -> Any:
-    """`where` on trees"""
+    """Apply `jnp.where` to the leaves of two trees.
+
+    Args:
+        condition: one boolean.
+        yes: the tree to return if it is True.
+        no: the tree to return if it is False, of the same structure.
+
+    Returns:
+        A tree.
+    """
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def finite(point: Point) -> Array:
-    """Value and gradient are numbers"""
+    """Return whether the value and the gradient at a point are finite.
+
+    Args:
+        point: the point.
+
+    Returns:
+        One boolean.
+    """
     return jnp.isfinite(point.value) & jnp.all(jnp.isfinite(point.grad))
 
 
 def check_positive(**values: Any) -> None:
-    """Numbers are looked at; traced values cannot be."""
+    """Raise a ValueError for a number that is not positive; traced values are not validated.
+
+    Args:
+        **values: the numbers by name.
+    """
     for name, value in values.items():
         if isinstance(value, int | float) and not value > 0:
             raise ValueError(f"{name}={value}; allowed: positive")
 
 
 def check_whole(**values: Any) -> None:
-    """Numbers of steps: integers from 1 on"""
+    """Raise a ValueError for a number that is not an integer of at least 1; traced values are not validated.
+
+    Args:
+        **values: the numbers by name.
+    """
     for name, value in values.items():
         if isinstance(value, int | float) and (not value >= 1 or int(value) != value):
             raise ValueError(f"{name}={value}; allowed: a whole number, at least 1")
 
 
 def limits(budget: Any, tolerance: Any, x: Vector) -> tuple[Array, Array]:
-    """Numbers and arrays of any dtype are accepted."""
+    """Convert a budget and a tolerance of any dtype to arrays.
+
+    Args:
+        budget: number of iterations.
+        tolerance: bound on |grad F|.
+        x: a vector of the dtype that the tolerance shall have.
+
+    Returns:
+        The budget as int32, and the tolerance in the dtype of x.
+    """
     return jnp.asarray(budget, jnp.int32), jnp.asarray(tolerance, x.dtype)
 
 
 def result_of(run: Any, point: Point, tolerance: Array, gradients: Any, values: Any) -> Result:
-    """A start that is not finite has not converged, whatever its gradient."""
+    """Build the result of a run.  A point that is not finite has not converged, whatever its gradient.
+
+    Args:
+        run: has the fields `iterations`, `evaluations` and `broken`.
+        point: the point to return.
+        tolerance: bound on |grad F|.
+        gradients: see `Result`.
+        values: see `Result`.
+
+    Returns:
+        The result.
+    """
     residual = jnp.linalg.norm(point.grad)
     converged = (residual <= tolerance) & finite(point)
     code = jnp.where(converged, CONVERGED, jnp.where(run.broken, BROKE_DOWN, OUT_OF_BUDGET))
@@ -125,10 +211,22 @@ def iterate(
     last: bool = False,
     searches: bool = False,
 ) -> Result:
-    """`advance(point, memory, number) -> (point, memory, evaluations, broken)` until |grad F| <= tolerance or the budget is used.
+    """Repeat a step until |grad F| <= tolerance or the budget is used.
 
-    The gradient at the start is one evaluation.  A step to a point that is not finite is undone and ends the run.  `last`: return
-    the last point, not the best, unless the run broke down.  `searches`: the method looks at values of F.
+    The gradient at the start is one evaluation.  A step to a point that is not finite is undone and ends the run.
+
+    Args:
+        oracle: the function to minimise.
+        x: the start [d].
+        budget: the largest number of steps.
+        tolerance: bound on |grad F|.
+        memory: the initial memory of the method, a pytree.
+        advance: the step, (point, memory, number of the step) -> (point, memory, evaluations, whether it broke down).
+        last: return the last point instead of the best one, unless the run broke down.
+        searches: whether the method uses the values of F.
+
+    Returns:
+        The result.
     """
     start = evaluate(oracle, x)
     budget, tolerance = limits(budget, tolerance, x)
@@ -158,7 +256,18 @@ def iterate(
 
 
 def gradient_descent(L: Any) -> Solver:
-    """x <- x - grad F(x) / L.  Holds if: F is L-smooth (for a prox, L of f_C plus 1/gamma)."""
+    """Gradient descent with constant stepsize 1/L.
+
+        x <- x - grad F(x) / L
+
+    Holds if: F is L-smooth (for a prox, L of f_C plus 1/gamma).
+
+    Args:
+        L: smoothness constant of F.
+
+    Returns:
+        The solver.
+    """
     check_positive(L=L)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
@@ -171,14 +280,26 @@ def gradient_descent(L: Any) -> Solver:
 
 
 def accelerated_gradient_descent(L: Any, mu: Any) -> Solver:
-    """Nesterov's method with constant momentum (sqrt(kappa) - 1) / (sqrt(kappa) + 1), kappa = L / mu."""
+    """Nesterov's method with constant momentum.
+
+        x_new = y - grad F(y) / L
+        y <- x_new + (sqrt(kappa) - 1) / (sqrt(kappa) + 1) (x_new - x),   x <- x_new,   kappa = L / mu
+
+    Args:
+        L: smoothness constant of F.
+        mu: strong convexity constant of F.
+
+    Returns:
+        The solver.
+    """
     check_positive(L=L, mu=mu)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         root = jnp.sqrt(jnp.asarray(L, x.dtype) / jnp.asarray(mu, x.dtype))
         momentum = (root - 1) / (root + 1)
 
-        def advance(here, last, number):  # `here` is the extrapolated point y, `last` the one before extrapolation
+        def advance(here, last, number):
+            # `here` is the extrapolated point y, `last` the point x before extrapolation.
             x = here.x - here.grad / jnp.asarray(L, here.x.dtype)
             return evaluate(oracle, x + momentum * (x - last)), x, 1, False
 
@@ -194,14 +315,22 @@ def _hessian(oracle: Oracle) -> Callable:
 
 
 def aicn(scale: float = 1.0) -> Solver:
-    """Affine-invariant cubic Newton: x <- x - a H^{-1} g, a = (sqrt(1 + 2 L |g|_x) - 1) / (L |g|_x), |g|_x^2 = <g, H^{-1} g>.
+    """Affine-invariant cubic Newton (Hanzely et al. 2022).
 
-    `scale` (L) is the constant of semi-strong self-concordance.  One iteration is one aggregation: gradient and Hessian travel
-    together.  An indefinite Hessian ends the run with BROKE_DOWN.
+        x <- x - a H^{-1} g,   a = (sqrt(1 + 2 L |g|_x) - 1) / (L |g|_x),   |g|_x^2 = <g, H^{-1} g>
 
-    Thesis: AICN (L4677; Hanzely et al. 2022).
+    One iteration is one aggregation: the clients send gradient and Hessian together.  An indefinite Hessian ends the
+    run with BROKE_DOWN.
+
+    Thesis: AICN, Sec. D.1.1.
     Holds if: F is semi-strongly self-concordant with constant `scale`, which the caller has to know.
     Differs: nothing; the paper has one machine, here the cohort's Hessians are added up.
+
+    Args:
+        scale: L, the constant of semi-strong self-concordance.
+
+    Returns:
+        The solver.  It needs `oracle.hessian`.
     """
     check_positive(scale=scale)
 
@@ -213,7 +342,7 @@ def aicn(scale: float = 1.0) -> Solver:
             step = jax.scipy.linalg.cho_solve((factor, True), here.grad)
             square = jnp.vdot(here.grad, step)
             dual = scale * jnp.sqrt(jnp.maximum(square, jnp.finfo(x.dtype).tiny))
-            damping = 2 / (1 + jnp.sqrt(1 + 2 * dual))  # (sqrt(1 + 2 dual) - 1) / dual, without its cancellation
+            damping = 2 / (1 + jnp.sqrt(1 + 2 * dual))  # (sqrt(1 + 2 dual) - 1) / dual without cancellation
             there = evaluate(oracle, here.x - damping * step)
             return pick(square > 0, there, here), memory, 1, ~(square > 0)
 
@@ -223,27 +352,42 @@ def aicn(scale: float = 1.0) -> Solver:
 
 
 def locals_of(oracle: Oracle) -> LocalOracle:
-    """The clients' own answers, or a ValueError"""
+    """Return the parts of the clients, or raise a ValueError if the oracle has none.
+
+    Args:
+        oracle: the function to minimise.
+
+    Returns:
+        `oracle.local`.
+    """
     if oracle.local is None:
         raise ValueError(
-            "this solver needs oracle.local, got None: it lets each client of the cohort work by itself; on a mesh (axis_name) a "
-            "cohort has none, because its rows are spread over the devices: run it on one device, or use another solver"
+            "this solver needs oracle.local, got None: it lets each client of the cohort work by itself; on a mesh "
+            "(axis_name) a cohort has none, because its rows are spread over the devices: run it on one device, "
+            "or use another solver"
         )
     return oracle.local
 
 
 def local_newton(steps: int = 1, most: int = 20) -> Solver:
-    """Each client takes `steps` Newton steps on its own F_i; the cohort goes towards their mean as far as F falls.
+    """Newton steps on each client, then a global line search towards the mean of the clients (Bischoff et al. 2023).
 
-        d = sum_i w_i y_i - x,   y_i after `steps` Newton steps from x
+        d = sum_i w_i y_i - x,   y_i after `steps` Newton steps on F_i from x
         x <- x + t d,   the first t = 1, 1/2, 1/4, ... with F(x + t d) <= F(x) + 1e-4 t <grad F(x), d>
 
-    Models travel with the gradient at x; every trial of the global line search is one aggregation.  A Hessian that is not positive
-    definite, or no t among `most`, ends the run with BROKE_DOWN.
+    The clients send their model together with the gradient at x.  Every trial of the line search is one aggregation.  A
+    Hessian that is not positive definite, or a line search without success, ends the run with BROKE_DOWN.
 
-    Thesis: LocalNewton with global line search (L4679; Bischoff et al. 2023).
+    Thesis: LocalNewton with global line search, Sec. D.1.1.
     Holds if: it stops near, not at, the minimiser of F unless the F_i agree.
     Differs: steps are tried one after another; the paper's clients try a fixed grid of them at once.
+
+    Args:
+        steps: number of Newton steps of each client.
+        most: largest number of trials of a line search.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_whole(steps=steps, most=most)
 
@@ -286,10 +430,23 @@ def local_newton(steps: int = 1, most: int = 20) -> Solver:
 
 
 def scaffnew(gamma: Any, p: Any, most: int = 1000) -> Solver:
-    """Scaffnew on F = sum_i w_i F_i with coins of probability p (a fixed sequence): one iteration of the budget is one communication.
+    """Scaffnew on F = sum_i w_i F_i: local gradient steps until a coin says to communicate.
 
-    Thesis: Scaffnew (L2324).
+        y_i <- y_i - gamma (grad F_i(y_i) - h_i),   from y_i = x until a coin of probability p shows heads
+        x <- sum_i w_i y_i        h_i <- h_i + (p / gamma) (x - y_i)
+
+    One iteration of the budget is one communication.  The sequence of coins is fixed.
+
+    Thesis: Scaffnew, Fig. 5.4.
     Holds if: every F_i is 1/gamma-smooth.
+
+    Args:
+        gamma: local stepsize.
+        p: probability of communication, 0 < p <= 1.
+        most: largest number of local steps between two communications.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_positive(gamma=gamma)
     check_whole(most=most)

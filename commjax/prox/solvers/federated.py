@@ -1,18 +1,19 @@
-"""Inner solvers for networks with local steps, on F = sum_i w_i F_i, with the interface of `solvers`.
+"""Inner solvers for networks with local steps on the clients, for F = sum_i w_i F_i.
 
-One iteration of the budget is one round in the cohort.  The names of the thesis (L2328, L4673, L5138) and what to call:
+One iteration of the budget is one round in the cohort.  The methods of the thesis (Fig. 5.4, Sec. D.1.1, Sec. D.5.3)
+are called as follows:
 
-    FedSGD, LocalGD       fed_opt(steps, stepsize, optax.sgd(1.0))
-    FedAdam (L5138)       fed_opt(steps, stepsize, optax.sgd(1.0), local=optax.scale_by_adam())
-    FedAdam-Adam          fed_adam(steps, stepsize, rate, local=optax.scale_by_adam())
-    FedAdam-AdaGrad       fed_adam(steps, stepsize, rate, local=optax.scale_by_rss())
-    FedAdagrad-AdaGrad    fed_adagrad(steps, stepsize, rate, local=optax.scale_by_rss())
+    FedSGD, LocalGD           fed_opt(steps, stepsize, optax.sgd(1.0))
+    FedAdam (Sec. D.5.3)      fed_opt(steps, stepsize, optax.sgd(1.0), local=optax.scale_by_adam())
+    FedAdam-Adam              fed_adam(steps, stepsize, rate, local=optax.scale_by_adam())
+    FedAdam-AdaGrad           fed_adam(steps, stepsize, rate, local=optax.scale_by_rss())
+    FedAdagrad-AdaGrad        fed_adagrad(steps, stepsize, rate, local=optax.scale_by_rss())
     Mime-Adam, MimeLite-Adam, FedSpeed, Fed-LAMB    mime, mime_lite, fed_speed, fed_lamb
-    Adam, Apollo, OASIS   adaptive.adam, adaptive.apollo, adaptive.oasis
+    Adam, Apollo, OASIS       adaptive.adam, adaptive.apollo, adaptive.oasis
 
-Gradients are of the full local objectives (the papers draw minibatches).  The last point is returned.  As everywhere in `solvers`,
-the gradient of F at the end of a round is computed to report the residual; unless a tolerance needs it nobody has to send it:
-what a client sends is in `vectors_per_round`.
+Gradients are of the full local objectives (the papers draw minibatches).  Solvers return the last point.  As in all
+solvers, the gradient of F at the end of a round is computed to report the residual.  Clients have to send it only if a
+tolerance needs it: `vectors_per_round` counts what a client sends.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from commjax.prox.solvers.base import (
 
 
 def _work(cohort: LocalOracle, x: Vector, steps: Any, memory: Any, step: Callable) -> tuple[Array, Any]:
-    """`step(rows, grads, memory) -> (rows, memory)`, `steps` times; every client starts at x."""
+    """Apply `step(rows, grads, memory) -> (rows, memory)` `steps` times; every client starts at x."""
     rows = jnp.broadcast_to(x, (cohort.weights.shape[0], x.shape[0]))
     return jax.lax.fori_loop(
         0, steps, lambda _, carry: step(carry[0], cohort.value_and_grad(carry[0])[1], carry[1]), (rows, memory)
@@ -52,17 +53,24 @@ def fed_opt(
     server: optax.GradientTransformation,
     local: optax.GradientTransformation | None = None,
 ) -> Solver:
-    """FedOpt (Reddi et al. 2021): local steps on each F_i, their mean is a pseudo-gradient for the server's optimizer.
+    """FedOpt (Reddi et al. 2021): the mean of local steps is a pseudo-gradient for the server's optimizer.
 
         y_i <- y_i - local_stepsize local(grad F_i(y_i)),   local_steps times from y_i = x
         x <- x + server(x - sum_i w_i y_i)
 
-    `server` has its rate inside (`optax.sgd(1.0)` is FedAvg); `local` is an elementwise `optax.scale_by_...` whose state starts
-    afresh in each round (None: plain gradient steps).
-
-    Thesis: L5138.
+    Thesis: Sec. D.5.3.
     Holds if: with local_steps > 1 it stops near, not at, the minimiser of F unless the F_i agree.
     Differs: no correction for the bias of local adaptivity (Wang et al. 2021).
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        server: optimizer of the server, which includes its learning rate; `optax.sgd(1.0)` is FedAvg.
+        local: an elementwise `optax.scale_by_...` whose state is initialised in each round.  None means plain gradient
+            steps.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_positive(local_steps=local_steps, local_stepsize=local_stepsize)
     local = local or optax.identity()
@@ -96,7 +104,10 @@ EPSILON = ("outside", "inside", "uncorrected")
 
 
 def _adaptive(rate, b1, decay, weight, eps, bias_correction, start, epsilon) -> optax.GradientTransformation:
-    """v <- decay v + weight g^2; the rest is in `fed_adam`.  Optax has only bias_correction with epsilon outside or inside."""
+    """Optax optimizer with v <- decay v + weight g^2; `fed_adam` has the other formulas.
+
+    Optax itself has only bias_correction with epsilon outside or inside.
+    """
     if epsilon not in EPSILON:
         raise ValueError(f"epsilon={epsilon!r}; allowed: one of {', '.join(EPSILON)}")
     check_positive(learning_rate=rate, eps=eps)
@@ -138,16 +149,31 @@ def fed_adam(
     initial_accumulator: float | None = None,
     epsilon: str = "outside",
 ) -> Solver:
-    """FedAdam (Reddi et al. 2021): `fed_opt` with Adam at the server, D = x - sum_i w_i y_i, tau = eps, m_0 = 0, v_0 = tau^2.
+    """FedAdam (Reddi et al. 2021): `fed_opt` with Adam on the server, D = x - sum_i w_i y_i, tau = eps.
 
         m <- b1 m + (1 - b1) D        v <- b2 v + (1 - b2) D^2        x <- x - learning_rate m / (sqrt(v) + tau)
 
-    Public packages differ in three options: `bias_correction` (m / (1 - b1^t), v / (1 - b2^t)), `initial_accumulator` (v_0) and
-    `epsilon`: "outside" sqrt(v) + tau, "inside" sqrt(v + tau), both of the corrected v, or "uncorrected", (sqrt(v) + tau) /
-    sqrt(1 - b2^t).  With bias_correction=True, initial_accumulator=0 the server is `optax.adam`.
+    m starts at 0 and v at tau^2.  Public packages differ in the last three options.  With bias_correction=True and
+    initial_accumulator=0 the server is `optax.adam`.
 
     Thesis: FedAdam-Adam and FedAdam-AdaGrad through `local` (see the module).
-    Differs: without the corrections of Wang et al. (2021) for local adaptive steps, which L4673 mentions.
+    Differs: without the corrections of Wang et al. (2021) for local adaptive steps, which Sec. D.1.1 mentions.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        learning_rate: learning rate of the server.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: tau.
+        local: see `fed_opt`.
+        bias_correction: whether to use m / (1 - b1^t) and v / (1 - b2^t).
+        initial_accumulator: the initial v; None means tau^2.
+        epsilon: the denominator: "outside", sqrt(v) + tau; "inside", sqrt(v + tau); both with the corrected v; or
+            "uncorrected", (sqrt(v) + tau) / sqrt(1 - b2^t).
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_fractions(b1=b1, b2=b2)
     server = _adaptive(learning_rate, b1, b2, 1 - b2, eps, bias_correction, initial_accumulator, epsilon)
@@ -165,10 +191,24 @@ def fed_adagrad(
     initial_accumulator: float | None = None,
     epsilon: str = "outside",
 ) -> Solver:
-    """FedAdagrad (Reddi et al. 2021): as `fed_adam`, with v <- v + D^2.
+    """FedAdagrad (Reddi et al. 2021): `fed_adam` with v <- v + D^2.
 
-    Thesis: FedAdagrad-AdaGrad (L4673) with local=optax.scale_by_rss().  FedAdam-AdaGrad (L2329) is `fed_adam` with that `local`.
-    Differs: without the local and global corrections of Wang et al. (2021), which L4673 mentions.
+    Thesis: FedAdagrad-AdaGrad (Sec. D.1.1) with local=optax.scale_by_rss().  FedAdam-AdaGrad (Fig. 5.4) is `fed_adam`
+    with that `local`.
+    Differs: without the local and global corrections of Wang et al. (2021), which Sec. D.1.1 mentions.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        learning_rate: learning rate of the server.
+        b1: decay of the first moment, in [0, 1).
+        eps: tau.
+        local: see `fed_opt`.
+        initial_accumulator: the initial v; None means tau^2.
+        epsilon: see `fed_adam`.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_fractions(b1=b1)
     server = _adaptive(learning_rate, b1, 1.0, 1.0, eps, False, initial_accumulator, epsilon)
@@ -211,17 +251,28 @@ def mime(
     eps: float = 1e-3,
     initial_accumulator: float | None = None,
 ) -> Solver:
-    """Mime with Adam (Karimireddy et al. 2021): local steps with the server's statistics frozen, corrected as in SVRG.
+    """Mime with Adam (Karimireddy et al. 2021): local steps with frozen server statistics and an SVRG correction.
 
         c = grad F(x),   then local_steps times from y_i = x:
         y_i <- y_i - local_stepsize (b1 m + (1 - b1) (grad F_i(y_i) - grad F_i(x) + c)) / (sqrt(v) + eps)
         m <- b1 m + (1 - b1) c        v <- b2 v + (1 - b2) c^2        x <- sum_i w_i y_i
 
-    c has to be known before the local steps: a round is two aggregations, and counts as two evaluations.
+    The clients need c before the local steps, so a round is two aggregations and counts as two evaluations.
 
-    Thesis: Mime-Adam (L2328).
+    Thesis: Mime-Adam, Fig. 5.4.
     Differs: v_0 = grad F(x_0)^2, known from the first evaluation, because a frozen v = 0 divides by eps; a number in
     `initial_accumulator` is v_0.  No bias correction.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: term that keeps the denominator away from 0.
+        initial_accumulator: the initial v; None means grad F(x_0)^2.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     return _mime(True, local_steps, local_stepsize, b1, b2, eps, initial_accumulator)
 
@@ -234,13 +285,26 @@ def mime_lite(
     eps: float = 1e-3,
     initial_accumulator: float | None = None,
 ) -> Solver:
-    """MimeLite with Adam: `mime` with grad F_i(y_i) alone in the local steps.
+    """MimeLite with Adam: `mime` without the SVRG correction, with grad F_i(y_i) alone in the local steps.
 
-    c is needed only afterwards, so grad F_i(x) travels with y_i: one evaluation a round, two vectors (`vectors_per_round`).
+    c is needed only after the local steps.  Hence a client sends grad F_i(x) together with y_i: one evaluation per
+    round and two vectors (`vectors_per_round`).
 
-    Thesis: MimeLite-Adam (L5138).
-    Holds if: with local_steps > 1 it stops near, not at, the minimiser of F unless the F_i agree; `mime` has no such bias.
+    Thesis: MimeLite-Adam, Sec. D.5.3.
+    Holds if: with local_steps > 1 it stops near, not at, the minimiser of F unless the F_i agree; `mime` has no such
+    bias.
     Differs: see `mime`.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: term that keeps the denominator away from 0.
+        initial_accumulator: the initial v; None means grad F(x_0)^2.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     return _mime(False, local_steps, local_stepsize, b1, b2, eps, initial_accumulator)
 
@@ -252,12 +316,22 @@ def fed_speed(local_steps: Any, local_stepsize: Any, lam: Any, rho: Any = 0.1, a
         y_i <- y_i - local_stepsize (q - h_i + (y_i - x) / lam),   local_steps times from y_i = x
         h_i <- h_i - (y_i - x) / lam        x <- sum_i w_i (y_i - lam h_i)
 
-    h_i (0 at first) stays with the client while the cohort lasts.
+    h_i starts at 0 and stays with the client for all rounds of the cohort.
 
-    Thesis: FedSpeed (L2330, L4683).
-    Holds if: local_stepsize (L (1 + alpha rho L) + 1/lam) <= 1.  The limit has sum_i w_i q_i = 0: the minimiser of F if alpha rho = 0
-    or the F_i agree, else one near it.
+    Thesis: FedSpeed, Fig. 5.4 and Sec. D.1.1.
+    Holds if: local_stepsize (L (1 + alpha rho L) + 1/lam) <= 1.  The limit has sum_i w_i q_i = 0: the minimiser of F if
+    alpha rho = 0 or the F_i agree, else one near it.
     Differs: the perturbation is rho g, as in the paper's algorithm; its public code takes rho g / |g|.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        lam: inverse weight of the prox term, positive.
+        rho: size of the perturbation, at least 0.
+        alpha: share of the perturbed gradient, in [0, 1].
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_positive(local_steps=local_steps, local_stepsize=local_stepsize, lam=lam)
     if isinstance(rho, int | float) and not rho >= 0:
@@ -295,17 +369,30 @@ def fed_lamb(
 ) -> Solver:
     """Fed-LAMB (Karimi et al. 2022): local steps whose length is set layer by layer (`optax.scale_by_trust_ratio`).
 
-        m_i <- b1 m_i + (1 - b1) g        v_i <- b2 v_i + (1 - b2) g^2,   g = grad F_i(y_i),   v_i = u and y_i = x at first
-        p = m_i / (sqrt(u) + eps) + weight_decay y_i
-        y_i <- y_i - local_stepsize p |y_i| / |p|,   a layer (leaf of unravel(y_i)) at a time;   local_steps times
-        x <- sum_i w_i y_i        u <- max(u, sum_i w_i v_i),   u = eps at first
+        m_i <- b1 m_i + (1 - b1) g        v_i <- b2 v_i + (1 - b2) g^2,   g = grad F_i(y_i),   v_i = u and y_i = x at
+        first p = m_i / (sqrt(u) + eps) + weight_decay y_i y_i <- y_i - local_stepsize p |y_i| / |p|,   one layer (leaf
+        of unravel(y_i)) at a time;   local_steps times x <- sum_i w_i y_i        u <- max(u, sum_i w_i v_i),   u = eps
+        at first
 
-    m_i (0 at first) stays with the client while the cohort lasts; y_i and v_i travel: two vectors.  A layer at 0 takes the step p.
+    m_i starts at 0 and stays with the client for all rounds of the cohort.  A client sends y_i and v_i: two vectors.  A
+    layer at 0 takes the step local_stepsize p.
 
-    Thesis: Fed-LAMB (L4681).
+    Thesis: Fed-LAMB, Sec. D.1.1.
     Holds if: |step| = local_stepsize |y| a layer whatever the gradient, so it ends at about that distance.
-    Differs: the scaling phi(|y|) is |y|, and v_i starts from u, where the thesis says nothing; gradients are of all rows, so the
-    paper's averaging over minibatches is not there.
+    Differs: the scaling phi(|y|) is |y|, and v_i starts from u, where the thesis says nothing; gradients are of all
+    rows, so the paper's averaging over minibatches is not there.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        unravel: flat vector [d] -> pytree whose leaves are the layers.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: term that keeps the denominator away from 0.
+        weight_decay: weight of y_i in the direction p.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
     """
     check_positive(local_steps=local_steps, local_stepsize=local_stepsize, eps=eps)
     check_fractions(b1=b1, b2=b2)
@@ -337,7 +424,7 @@ def fed_lamb(
     return solve
 
 
-# Uplink of one aggregation, without and with a gradient that is only there to measure the residual.
+# Vectors that a client sends per aggregation: without and with a gradient that only measures the residual.
 _VECTORS = {
     local_newton: (2, 2),  # model and gradient at x, together
     scaffnew: (1, 2),
@@ -345,7 +432,7 @@ _VECTORS = {
     fed_opt: (1, 2),
     fed_adam: (1, 2),
     fed_adagrad: (1, 2),
-    mime: (1, 1),  # two aggregations a round, so two evaluations: gradients, then models
+    mime: (1, 1),  # two aggregations per round: first gradients, then models
     mime_lite: (2, 2),  # model and gradient at the server point, together
     fed_speed: (1, 2),
     fed_lamb: (2, 3),  # model and second moment
@@ -355,27 +442,40 @@ _VECTORS = {
 
 
 def vectors_per_round(solver: Callable, residual: bool = False) -> int:
-    """Vectors of dimension d that one client sends for one of `Result.evaluations`; `solver` is a function of this module, of
-    `adaptive`, or one of `solvers` whose clients send models.
+    """Return how many vectors of dimension d one client sends for each of `Result.evaluations`.
 
-    `residual`: whether a tolerance is to stop the run; methods that average models then send a gradient beside the model.
+    Args:
+        solver: a factory of this module or of `adaptive`, or `local_newton` or `scaffnew`.
+        residual: whether a tolerance may stop the run.  Methods that average models then send a gradient beside the
+            model.
+
+    Returns:
+        The number of vectors.
 
     >>> vectors_per_round(fed_adam), vectors_per_round(fed_adam, residual=True), vectors_per_round(mime_lite)
     (1, 2, 2)
     """
     if solver not in _VECTORS:
         raise ValueError(
-            f"solver={solver}; allowed: {', '.join(one.__name__ for one in _VECTORS)} of prox.solvers, prox.federated and prox.adaptive"
+            f"solver={solver}; allowed: {', '.join(one.__name__ for one in _VECTORS)} "
+            "of prox.solvers, prox.federated and prox.adaptive"
         )
     return _VECTORS[solver][residual]
 
 
 def vectors_down(solver: Callable) -> int:
-    """Vectors that one client is sent for one of `Result.evaluations`: x, and what its local steps read besides, which is
-    MimeLite's c (of which it keeps the moments) and Fed-LAMB's u.
+    """Return how many vectors of dimension d one client receives for each of `Result.evaluations`.
+
+    These are x and what else the local steps read: MimeLite's c (the client keeps its moments) and Fed-LAMB's u.
+
+    Args:
+        solver: see `vectors_per_round`.
+
+    Returns:
+        The number of vectors.
 
     >>> vectors_down(fed_adam), vectors_down(mime_lite), vectors_down(fed_lamb)
     (1, 2, 2)
     """
-    vectors_per_round(solver)  # or an error
+    vectors_per_round(solver)  # raises an error for an unknown solver
     return 2 if solver in (mime_lite, fed_lamb) else 1

@@ -1,8 +1,8 @@
-"""Line searches and what is built on them: nonlinear conjugate gradients, BFGS, L-BFGS, with the interface of `solvers`.
+"""Line searches and the solvers that use them: nonlinear conjugate gradients, BFGS, L-BFGS.
 
-Optimistix has the three as well; its steps are evaluations, its budget is static and its line search is Armijo's.  Here the budget
-counts iterations and may be traced (the grid of the thesis is over it), and steps satisfy the strong Wolfe conditions, as SciPy's
-do, on which the thesis's figures stand.
+Optimistix has these three methods as well, but its steps are evaluations, its budget is static and its line search is
+Armijo's.  Here the budget counts iterations and may be traced, because the thesis's grid is over the budget.  Steps
+satisfy the strong Wolfe conditions, as in SciPy, which the thesis's figures are based on.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,25 @@ from commjax.prox.solvers.base import (
 
 
 class _Search(NamedTuple):
-    """A bracket around a zero of the directional derivative."""
+    """A bracket around a zero of the directional derivative.
+
+    Attributes:
+        low: lower end of the bracket.
+        slope_low: directional derivative at `low`.
+        high: upper end of the bracket; infinite while the bracket is open.
+        slope_high: directional derivative at `high`.
+        step: the next step to try; the accepted step when done.
+        point: the last trial point with sufficient decrease.
+        count: number of trials.
+        done: whether a step was accepted.
+    """
 
     low: Array
     slope_low: Array
     high: Array
     slope_high: Array
-    step: Array  # to be tried next; the accepted one when done
-    point: Point  # the last trial that is low enough
+    step: Array
+    point: Point
     count: Int[Array, ""]
     done: Bool[Array, ""]
 
@@ -49,16 +60,18 @@ def _search(here: Point, slope: Array, step: Any) -> _Search:
 
 
 def _narrow(search: _Search, here: Point, direction: Vector, trial: Point, c1: float, c2: float) -> _Search:
-    """What the trial at `search.step` teaches: accept it, or narrow the bracket by the secant of its ends (kept off them), or
-    double the step while the bracket is open."""
+    """Accept the trial at `search.step`, narrow the bracket, or double the step while the bracket is open.
+
+    The new trial is the zero of the secant between the ends of the bracket, kept away from the ends.
+    """
     slope, found = jnp.vdot(here.grad, direction), jnp.vdot(trial.grad, direction)
-    # Near the optimum the decrease drowns in rounding; there the derivative alone decides.
+    # Near the optimum the decrease is smaller than rounding errors; there the derivative alone decides.
     rounding = 10 * jnp.finfo(here.x.dtype).eps * jnp.abs(here.value)
     too_high = ~(trial.value <= here.value + c1 * search.step * slope + rounding) | ~finite(trial)
     done = ~too_high & (jnp.abs(found) <= c2 * jnp.abs(slope))
     over = too_high | (found > 0)
     low, slope_low = pick(over, (search.low, search.slope_low), (search.step, found))
-    # Where F is not finite the slope says nothing: a steep one makes the secant a bisection.
+    # Where F is not finite, its slope is useless; the slope at the start makes the secant close to a bisection.
     uphill = jnp.where(jnp.isfinite(found) & (found > 0), found, jnp.abs(slope))
     high, slope_high = pick(over, (search.step, uphill), (search.high, search.slope_high))
     width = high - low
@@ -92,9 +105,25 @@ def descend(
     c2: float,
     most: int = 20,
 ) -> Result:
-    """Line searches along `propose(here, before, direction, memory, number) -> (direction, first step, memory)`.
+    """Minimise F by line searches along proposed directions.
 
-    One turn of the loop is one evaluation, whether it ends a line search or not, so that under vmap no run waits for another's.
+    One iteration of the loop is one evaluation, whether or not it ends a line search.  Hence under vmap no run waits
+    for the line search of another run.
+
+    Args:
+        oracle: the function to minimise.
+        x: the start [d].
+        budget: the largest number of line searches.
+        tolerance: bound on |grad F|.
+        memory: the initial memory of the method, a pytree.
+        propose: (point, previous point, previous direction [d], memory, number of the line search) ->
+            (direction [d], first step to try, memory).
+        c1: constant of the sufficient decrease condition.
+        c2: constant of the curvature condition.
+        most: largest number of trials of a line search.
+
+    Returns:
+        The result; its point is the best one by |grad F|.
     """
     start = evaluate(oracle, x)
     budget, tolerance = limits(budget, tolerance, x)
@@ -132,7 +161,13 @@ def _first_step(here: Point) -> Array:
 
 
 def conjugate_gradients() -> Solver:
-    """Nonlinear conjugate gradients (Polak and Ribiere, restarted when beta < 0), with a strong Wolfe line search."""
+    """Nonlinear conjugate gradients (Polak and Ribiere, restarted when beta < 0), with a strong Wolfe line search.
+
+        beta = max(<g, g - g_old> / |g_old|^2, 0)        direction <- -g + beta direction
+
+    Returns:
+        The solver.
+    """
 
     def propose(here, before, direction, memory, number):
         square = jnp.vdot(before.grad, before.grad)
@@ -140,7 +175,7 @@ def conjugate_gradients() -> Solver:
         beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
         following = -here.grad + jnp.where(number > 0, beta, 0) * direction
         following = jnp.where(jnp.vdot(here.grad, following) < 0, following, -here.grad)
-        # As much decrease as last time, to first order.
+        # The first step would repeat the last decrease, to first order.
         ahead = jnp.vdot(here.grad, following)
         guess = 1.01 * 2 * (here.value - before.value) / jnp.where(ahead < 0, ahead, -1)
         guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(here))
@@ -150,7 +185,7 @@ def conjugate_gradients() -> Solver:
 
 
 class _Updates(NamedTuple):
-    """H = I + sum_k scale_k s_k s_k^T - rho_k (z_k s_k^T + s_k z_k^T), where z_k = H_k y_k was found when the pair came"""
+    """H = I + sum_k scale_k s_k s_k^T - rho_k (z_k s_k^T + s_k z_k^T), with z_k = H_k y_k computed once."""
 
     s: Float[Array, "k d"]
     z: Float[Array, "k d"]
@@ -168,8 +203,14 @@ def bfgs(history: int = 100) -> Solver:
         H <- (I - rho s y^T) H (I - rho y s^T) + rho s s^T,   rho = 1 / <s, y>
            = H - rho (z s^T + s z^T) + (rho + rho^2 <y, z>) s s^T,   z = H y
 
-    H is kept as its updates (2 `history` vectors), which for a few iterations in many dimensions is much less than a matrix; after
-    `history` iterations it starts again from the identity.
+    H is stored as its updates (2 `history` vectors).  For a few iterations in many dimensions this is much smaller than
+    a matrix.
+
+    Args:
+        history: number of stored updates; after `history` iterations H starts again from the identity.
+
+    Returns:
+        The solver.
     """
     check_whole(history=history)
 
@@ -193,12 +234,21 @@ def bfgs(history: int = 100) -> Solver:
 
 
 def lbfgs(history: int = 10) -> Solver:
-    """Limited-memory BFGS, from Optax (`optax.scale_by_lbfgs`), with our line search, so that evaluations are counted alike."""
+    """Limited-memory BFGS from Optax (`optax.scale_by_lbfgs`) with the line search of this module.
+
+    The line search counts evaluations as the other solvers do.
+
+    Args:
+        history: number of stored updates.
+
+    Returns:
+        The solver.
+    """
     check_whole(history=history)
     transform = optax.scale_by_lbfgs(memory_size=history)
 
     def propose(here, before, direction, state, number):
-        with jax.numpy_dtype_promotion("standard"):  # Optax mixes widths of integers
+        with jax.numpy_dtype_promotion("standard"):  # Optax mixes integers of different widths
             scaled, state = transform.update(here.grad, state, here.x)
         following = -jnp.asarray(scaled)
         following = jnp.where(jnp.vdot(following, here.grad) < 0, following, -here.grad)
