@@ -109,14 +109,22 @@ def layers(params: Any) -> Layers:
     return named(params, final="ffc")
 
 
+def _check_patches(layer: Conv) -> None:
+    """Refuse a convolution whose patches are not plain slices of its input."""
+    if layer.padding != "VALID" or layer.stride != 1:
+        raise ValueError(
+            f"statistics: layer {'/'.join(layer.path)} has padding {layer.padding!r} and stride {layer.stride}; allowed: "
+            "convolutions with padding 'VALID' and stride 1"
+        )
+
+
 def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statistics]]:
     """Make a function that measures the inputs and outputs of every kernel, for scores that depend on activations.
 
     The inputs of a convolution are its patches, in the order of the kernel's first three axes.
 
     Args:
-        module: The network, whose layers are `nn.Dense` or `Conv`. The patches fit a `Conv` with padding "VALID" and
-            stride 1.
+        module: The network, whose layers are `nn.Dense` or `Conv`. A `Conv` must have padding "VALID" and stride 1.
         held: The batch of images on which the network runs.
 
     Returns:
@@ -137,6 +145,7 @@ def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statis
             if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Conv):
                 x = args[0]
                 if isinstance(context.module, Conv):
+                    _check_patches(context.module)
                     size = context.module.size
                     rows, columns = out.shape[1:3]
                     parts = [x[:, i : i + rows, j : j + columns] for i in range(size) for j in range(size)]

@@ -7,7 +7,7 @@ import pytest
 
 from commjax.algorithms.fedp3 import layers, plans
 from commjax.algorithms.fedp3.layers import Layers
-from commjax.models import layered, resnet
+from commjax.models import layered, networks, resnet
 
 FIVE = Layers(("conv1", "conv2", "fc1", "fc2", "ffc"), (0, 1, 2, 3, 4))
 CIFAR10 = np.array([4864, 102464, 1638400, 1048576, 10240])
@@ -257,3 +257,11 @@ def test_the_printed_savings_of_resnet_are_halves_of_layer_counts():
     for dropped, saving, beside in ((2, 6.25, 15.625), (4, 12.5, 21.25)):
         assert 100 * dropped / 16 / 2 == saving
         assert 100 * (1 - 0.9 * (1 - saving / 100)) == pytest.approx(beside)
+
+
+@pytest.mark.parametrize("options", [{"padding": "SAME"}, {"stride": 2}], ids=["same", "stride"])
+def test_statistics_refuse_convolutions_whose_patches_they_do_not_cut(options):
+    module, images = networks.Conv(2, 3, **options), jnp.ones((1, 6, 6, 1), jnp.float32)
+    params = module.init(jax.random.key(0), images)["params"]
+    with pytest.raises(ValueError, match="allowed: convolutions with padding 'VALID' and stride 1"):
+        layered.statistics(module, images)(params)

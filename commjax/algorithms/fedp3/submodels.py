@@ -53,7 +53,7 @@ def by_score(
 
     `magnitude()`, `ri()`, `symmetric()`, `stoch_ria(alpha=0)`, `general(X, Y)` look at weights alone.  `wanda()`, `owanda()`, `symwanda()`,
     `ria()` look at activations: `statistics(params)` gives those of every pruned kernel on a batch that the server holds
-    (`problems.layered.statistics(module, held)` makes it for Chapter 4's networks).
+    (`models.layered.statistics(module, held)` makes it for Chapter 4's networks).
     """
     return Pruning(name, score, statistics)
 
