@@ -178,8 +178,8 @@ def swaps(
     inputs, outputs = mask.shape
     kind, contribution = _INT[grow.dtype.itemsize], W * sums[:, None]
     grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
-    # The candidate of least prune score is the best.  For a positive error the contribution must be negative; in a group
-    # of m all kept weights are candidates.
+    # The candidate of least prune score is the best.  For a positive error the contribution must be negative; in a
+    # group of m all kept weights are candidates.
     side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
     prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
     # Computed once, because each key is compared with the key of the latest candidate taken.
@@ -241,7 +241,7 @@ def _where(swap: Bool[Array, "o"], after: _Queue, before: _Queue) -> _Queue:
 
 
 def in_blocks(function: Callable[..., Mask], *matrices: Array) -> Mask:
-    """Compute function(*matrices) for `_BLOCK` outputs at a time.
+    """Compute function(*matrices) for at most `_BLOCK` outputs at a time.
 
     Args:
         function: Maps matrices [in, o] to a mask [in, o], each output independently of the others.
