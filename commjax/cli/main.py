@@ -446,6 +446,6 @@ def show(layers: Sequence[Layer]) -> None:
         table.add_row(str(layer.block), layer.name, f"{layer.sparsity:.4f}", f"{layer.error:.4f}", end_section=ends)
     means = (sum(values) / len(layers) for values in zip(*((layer.sparsity, layer.error) for layer in layers)))
     table.add_row("", "mean", *(f"{mean:.4f}" for mean in means))
-    # A pipe has no width, so its lines are not wrapped at that of a terminal.
+    # A pipe has no width; 100 columns keep the lines of the table whole.
     console = Console()
     Console(width=None if console.is_terminal else 100).print(table)
