@@ -181,27 +181,66 @@ def _per(total: Sum, count: Int[Array, ""]) -> Vector:
 
 
 def input_norm(stats: Statistics) -> Vector:
-    """|X_:j|_2 / sqrt(samples) [in], the square root of what the released code calls scaler_row."""
+    """Norm of each input: |X_:j|_2 / sqrt(samples), the square root of what the released code calls scaler_row.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The norms [in].
+    """
     return jnp.sqrt(_per(stats.squares, stats.samples))
 
 
 def output_norm(stats: Statistics) -> Vector:
-    """|Y_:k|_2 / sqrt(samples) [out]; it needs statistics with outputs."""
+    """Norm of each output: |Y_:k|_2 / sqrt(samples).
+
+    Args:
+        stats: Statistics with outputs, made by of(x, y).
+
+    Returns:
+        The norms [out].
+    """
     if stats.outputs is None:
         raise ValueError("stats has no outputs; allowed: statistics made by of(x, y)")
     return jnp.sqrt(_per(stats.outputs, stats.samples))
 
 
 def input_sum(stats: Statistics) -> Vector:
-    """Mean over samples of sum_t x_tj [in]: tokens per sample times `mean`.  DSnoT's error is in these units."""
+    """Sum of each input over the tokens of a sample, mean over samples.
+
+    DSnoT's error is in these units.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The sums [in].
+    """
     return _per(stats.x, stats.samples)
 
 
 def mean(stats: Statistics) -> Vector:
-    """E x_j over all tokens [in]."""
+    """Mean of each input over all tokens.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The means [in].
+    """
     return _per(stats.x, stats.tokens)
 
 
 def variance(stats: Statistics) -> Vector:
-    """Mean over tokens of the biased variance within samples [in], as released; this is not the pooled variance."""
+    """Variance of each input: mean over tokens of the biased variance within samples.
+
+    This is not the pooled variance; the released code does the same.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The variances [in].
+    """
     return _per(stats.spread, stats.tokens)
