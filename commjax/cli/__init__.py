@@ -1,1 +1,1 @@
-"""The command `commjax`: prune a language model, measure its perplexity."""
+"""The command `commjax`: prune a language model, or measure its perplexity."""

@@ -1,4 +1,4 @@
-"""Masks from scores: exact counts, defined ties, and no sort.
+"""Masks from scores: exact counts and defined ties, without a sort.
 
 A mask is True where a weight of W [in, out] is kept.  Weights compete within a group:
 
@@ -6,11 +6,11 @@ A mask is True where a weight of W [in, out] is kept.  Weights compete within a 
     "input"     the outputs of one input
     "layer"     the whole matrix (the released RIA, and magnitude everywhere)
 
-Among equal scores the first position (in a layer: input first, then output) is pruned first.  Non-negative floats order as their bit
-patterns do, so a group's threshold is found by building its bits from the top, one counting pass a bit, as long as some group's
-count is not yet right; XLA's sort is a hundred times slower.
+Among equal scores the first position (in a layer: input first, then output) is pruned first.  Non-negative floats have
+the same order as their bit patterns.  A group's threshold is therefore built bit by bit from the highest bit, with one
+counting pass per bit, until the count of every group is right.  XLA's sort is a hundred times slower.
 
-Thesis: the group is never stated (W9); eps, the fraction removed, is L2419 (W8).
+Thesis: the group is never stated (W9).  The fraction removed is the eps of Sec. 6.3.1 (W8).
 """
 
 import math
@@ -32,17 +32,26 @@ Scores = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
 
 _OVER: dict[str, tuple[int, ...]] = {"output": (0,), "input": (1,), "layer": (0, 1)}
-_BLOCK = 256  # groups at a time, so that a block of a few thousand inputs stays in cache
+_BLOCK = 256  # groups per block, so that a block of a few thousand inputs stays in cache
 _INT = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def count(size: int, sparsity: float) -> int:
-    """How many of `size` weights to prune: floor(size * sparsity), safe against 100 * 0.29 = 28.999...
+    """Number of weights to prune among `size` weights.
 
-    The product is exact, and what a float lacks of the share that was meant is forgiven.
+        floor(size * sparsity), safe against 100 * 0.29 = 28.999...
+
+    The product is exact.  The rounding error of the float `sparsity` is forgiven.
 
     >>> count(4096, 0.6), count(100, 0.29), count(104_857_600, 0.29)
     (2457, 29, 30408704)
+
+    Args:
+        size: Number of weights that compete.
+        sparsity: Share of them to prune, 0 <= sparsity < 1.
+
+    Returns:
+        The number of weights to prune.
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity={sparsity}; allowed: 0 <= sparsity < 1")
@@ -51,25 +60,40 @@ def count(size: int, sparsity: float) -> int:
 
 
 def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, reference_ties: bool = False) -> Mask:
-    """Prunes floor(size * sparsity) weights in every group, those of least score.
-
-    `reference_ties=True`: as the released layer-wise code does, prunes every score up to and including the one that comes
-    next, so at least one weight more, and all its equals.
+    """Prune the floor(size * sparsity) weights of least score in every group.
 
     >>> unstructured(jnp.array([[1.0, 5.0], [2.0, 4.0]]), 0.5).tolist()
     [[False, True], [True, False]]
     >>> unstructured(jnp.array([[1.0, 5.0], [2.0, 4.0]]), 0.5, "layer").tolist()
     [[False, True], [False, True]]
+
+    Args:
+        scores: Scores [in, out], non-negative.
+        sparsity: Share of each group to prune, 0 <= sparsity < 1.
+        group: Which weights compete: "output", "input" or "layer".
+        reference_ties: Prune as the released layer-wise code does: every score up to and including the next larger one.
+            At least one more weight is pruned, with all weights of equal score.
+
+    Returns:
+        The mask [in, out], True where a weight is kept.
     """
     pruned = count(_size(scores, group), sparsity)
     return _checked(scores, *_unstructured(scores, np.int32(pruned), group, reference_ties))
 
 
 def largest(scores: Scores, k: int, group: Group = "layer") -> Mask:
-    """Keeps exactly k weights of every group, those of largest score; of equals the last.
+    """Keep exactly the k weights of largest score in every group; among equal scores the last are kept.
 
     >>> largest(jnp.array([[1.0, 5.0], [2.0, 4.0]]), 1).tolist()
     [[False, True], [False, False]]
+
+    Args:
+        scores: Scores [in, out], non-negative.
+        k: Number of weights to keep in each group.
+        group: Which weights compete: "output", "input" or "layer".
+
+    Returns:
+        The mask [in, out], True where a weight is kept.
     """
     size = _size(scores, group)
     if not 0 <= k <= size:
@@ -78,7 +102,7 @@ def largest(scores: Scores, k: int, group: Group = "layer") -> Mask:
 
 
 def _size(scores: Scores, group: Group) -> int:
-    """How many weights compete."""
+    """Number of weights that compete in a group."""
     if group not in _OVER:
         raise ValueError(f"group={group!r}; allowed: {', '.join(map(repr, _OVER))}")
     _check_shape(scores)
@@ -86,10 +110,20 @@ def _size(scores: Scores, group: Group) -> int:
 
 
 def n_m(scores: Scores, n: int, m: int) -> Mask:
-    """Keeps the n largest of every m consecutive inputs of an output (n kept; the released RIA counts the pruned).
+    """Keep the n largest scores among every m consecutive inputs of an output.
+
+    n counts the kept weights; the released RIA counts the pruned ones.
 
     >>> n_m(jnp.array([[0.1], [0.9], [0.3], [0.5]]), 1, 4).T.tolist()
     [[False, True, False, False]]
+
+    Args:
+        scores: Scores [in, out], non-negative.
+        n: Weights to keep in each group of m.
+        m: Size of a group, a divisor of the number of inputs.
+
+    Returns:
+        The mask [in, out], True where a weight is kept.
     """
     check_pattern(scores.shape[0], n, m)
     _check_shape(scores)
@@ -97,7 +131,13 @@ def n_m(scores: Scores, n: int, m: int) -> Mask:
 
 
 def check_pattern(inputs: int, n: int, m: int) -> None:
-    """ValueError unless n of m inputs can be kept."""
+    """Raise ValueError unless n of every m inputs can be kept.
+
+    Args:
+        inputs: Number of inputs of the layer.
+        n: Weights to keep in each group of m.
+        m: Size of a group.
+    """
     if m < 1 or inputs % m:
         raise ValueError(f"m={m}; allowed: a divisor of the {inputs} inputs")
     if not 1 <= n <= m:
@@ -110,7 +150,7 @@ def _check_shape(scores: Scores) -> None:
 
 
 def _checked(scores: Scores, mask: Mask, ordered: Array) -> Mask:
-    """The mask, if there is an order; only outside jit, where there are numbers to look at."""
+    """Return the mask, or raise ValueError if a score is NaN or negative.  Under jit nothing is checked."""
     if not isinstance(ordered, Tracer) and not ordered:
         bad = int(jnp.sum(~(scores >= 0)))
         raise ValueError(f"scores has {bad} values that are NaN or negative; allowed: numbers from 0 on")
@@ -118,14 +158,14 @@ def _checked(scores: Scores, mask: Mask, ordered: Array) -> Mask:
 
 
 def _bits(scores: Scores) -> Int[Array, "i o"]:
-    """Integers of the same order (-0.0 is 0.0)."""
+    """Integers in the same order as the scores (-0.0 becomes 0.0)."""
     kind = _INT[scores.dtype.itemsize]
     return jax.lax.bitcast_convert_type(scores, kind) & jnp.iinfo(kind).max
 
 
 @partial(jax.jit, static_argnames=("group", "reference_ties"))
 def _unstructured(scores, k, group, reference_ties):
-    """(mask, are all scores numbers from 0 on?)"""
+    """Returns (mask, whether all scores are numbers >= 0)."""
     return _least_pruned(scores, k, group, reference_ties), jnp.all(scores >= 0)
 
 
@@ -137,9 +177,16 @@ def _least_pruned(scores, k, group, reference_ties):
 
 
 def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mask:
-    """True for the k least of every group of non-negative integers, the first among equals; k may be traced.
+    """Mark the k least of every group of non-negative integers, the first ones among equals.
 
-    `keys` must have one value each (`tree.once`): they are compared with a threshold that is one of them.
+    Args:
+        keys: Non-negative integers [in, out].  XLA must compute them once (`tree.once`), because they are compared with
+            a threshold that is one of them.
+        k: Number of keys to mark in each group; it may be traced.
+        group: Which keys compete: "output", "input" or "layer".
+
+    Returns:
+        A mask [in, out], True for the marked keys.
     """
     threshold, end = _search(keys, k, group, value_of_next=False)
     return (keys < threshold) | ((keys == threshold) & (_position(keys.shape, _OVER[group]) < end))
@@ -152,7 +199,7 @@ def _search(keys, k, group, *, value_of_next):
 
 
 def _in_blocks(search, keys, along):
-    """`search` over blocks of groups, which lie along the axis `along`."""
+    """Apply `search` to blocks of `_BLOCK` groups; the groups lie along the axis `along`."""
     groups = keys.shape[along]
     whole = groups - groups % _BLOCK
 
@@ -170,15 +217,15 @@ def _in_blocks(search, keys, along):
 
 
 def _position(shape: tuple[int, ...], over: tuple[int, ...]) -> Int[Array, "i o"]:
-    """The position of an entry in its group."""
+    """Position of each entry in its group."""
     i, o = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return i * shape[1] + o if len(over) == 2 else (i, o)[over[0]]
 
 
 def _threshold(keys, *, k, over, value_of_next):
-    """(t, end), one a group, such that the k first in order are the keys < t and the keys == t at positions < end.
+    """Find (t, end) for each group such that its first k keys are those < t and those == t at positions < end.
 
-    With `value_of_next`, t is the key that comes next after those k.
+    With `value_of_next`, t is the key that follows these k keys.
     """
 
     def total(mask):
@@ -191,7 +238,8 @@ def _threshold(keys, *, k, over, value_of_next):
         fits = smaller <= k
         return bit - 1, jnp.where(fits, higher, t), jnp.where(fits, smaller, below)
 
-    # t is the largest prefix with at most k keys below it.  When all counts are k, fewer bits do; but not for the value itself.
+    # t is the largest prefix with at most k keys below it.  The search may stop early when every count is k, unless the
+    # value itself is wanted.
     def unfinished(carry):
         bit, _, below = carry
         return (bit >= 0) & (True if value_of_next else jnp.any(below != k))
@@ -200,7 +248,7 @@ def _threshold(keys, *, k, over, value_of_next):
     start = (jnp.int32(jnp.iinfo(keys.dtype).bits - 2), zero.astype(keys.dtype), zero)
     _, t, below = jax.lax.while_loop(unfinished, grow, start)
 
-    # Ties only: the largest `end` with at most `wanted` equals before it, again bit by bit.
+    # Only for ties: find, again bit by bit, the largest `end` with at most `wanted` equal keys before it.
     position = _position(keys.shape, over)
     wanted = k - below
     equal = (keys == t) & (wanted > 0)
@@ -218,18 +266,18 @@ def _threshold(keys, *, k, over, value_of_next):
 
 @partial(jax.jit, static_argnames=("n", "m"))
 def _n_m(scores, n, m):
-    """(mask, are all scores numbers from 0 on?)"""
+    """Returns (mask, whether all scores are numbers >= 0)."""
     return _largest_kept(scores, n, m), jnp.all(scores >= 0)
 
 
 def _largest_kept(scores, n, m):
     groups = tree.once(scores).reshape(-1, m, scores.shape[1])
-    if m > 16:  # comparing pairs grows with m^2
+    if m > 16:  # the number of pairs to compare grows with m^2
         return jax.lax.map(lambda g: _least_pruned(g, jnp.int32(m - n), "output", False), groups).reshape(scores.shape)
     members = [groups[:, a] for a in range(m)]
     kept = []
     for a in range(m):
-        # Ahead of a: larger, or equal and later (the first of equals is pruned first).
+        # An entry is ahead of a if it is larger, or equal and later: the first of equals is pruned first.
         ahead = [(members[b] >= members[a]) if b > a else (members[b] > members[a]) for b in range(m) if b != a]
         kept.append(sum((x.astype(jnp.int8) for x in ahead), jnp.zeros(members[a].shape, jnp.int8)) < n)
     return jnp.stack(kept, axis=1).reshape(scores.shape)
@@ -243,33 +291,59 @@ def uniform(layers: int, sparsity: float) -> np.ndarray:
 
     >>> uniform(3, 0.5).tolist()
     [0.5, 0.5, 0.5]
+
+    Args:
+        layers: Number of layers.
+        sparsity: Share of weights to prune, 0 <= sparsity < 1.
+
+    Returns:
+        The sparsities [layers].
     """
     count(1, sparsity)
     return np.full(layers, sparsity)
 
 
 def outlier_ratio(scores: Scores | Sequence[Array], multiple: float = 5.0) -> float:
-    """The share of scores above `multiple` times their mean, over the matrices of one layer (a block) together."""
+    """Share of scores that exceed `multiple` times the mean score.
+
+    Args:
+        scores: Scores of one matrix, or of all matrices of a block; these are pooled.
+        multiple: Scores above this multiple of the mean count as outliers.
+
+    Returns:
+        The share of outliers, from 0 to 1.
+    """
     matrices = [scores] if isinstance(scores, jax.Array) else list(scores)
     sizes = np.array([S.size for S in matrices])
-    mean = float(sum(float(jnp.mean(S)) * S.size for S in matrices) / sizes.sum())  # a Python number keeps S's dtype
+    # A Python number keeps S's dtype in the comparison below.
+    mean = float(sum(float(jnp.mean(S)) * S.size for S in matrices) / sizes.sum())
     return float(sum(int(jnp.sum(multiple * mean < S)) for S in matrices) / sizes.sum())
 
 
 def outlier_weighted(
     ratios: Sequence[float] | np.ndarray, sparsity: float, spread: float = 0.08, sizes: Sequence[int] | None = None
 ) -> np.ndarray:
-    """OWL: layers with more outliers are pruned less; sparsities differ by 2 `spread` at most and have the given mean.
+    """OWL: layers with more outliers are pruned less.
 
         keep_l = 2 spread (D_l - min D) / (max D - min D) + c,      c such that the mean of 1 - keep_l is `sparsity`
 
-    `ratios` are the D_l of `outlier_ratio` under Wanda's score; `sizes` weights the mean by the number of weights (by default
-    layers count equally, as released).  Compared with the formulas of OWL in forks of its code, and with its Llama script: the scores of all matrices of a
-    block are pooled, activations are those of the dense model, and the defaults, 0.08 and 5 times the mean, are its Llama script's.
-    Differs: equal ratios give uniform sparsities, where the released code divides by 0, and what leaves [0, 1) is refused.
+    The formulas were compared with forks of OWL's code and with its Llama script.  That script pools the scores of all
+    matrices of a block and takes the activations of the dense model; the defaults 0.08 and 5 (times the mean) are also
+    its values. Differs: equal ratios give uniform sparsities, where the released code divides by 0; sparsities outside
+    [0, 1) raise ValueError.
 
     >>> outlier_weighted([0.01, 0.02, 0.03], 0.5).round(2).tolist()
     [0.58, 0.5, 0.42]
+
+    Args:
+        ratios: D_l of each layer, computed by `outlier_ratio` from Wanda's scores.
+        sparsity: Mean sparsity of the layers.
+        spread: Sparsities differ by at most 2 `spread`.
+        sizes: Number of weights of each layer, the weights of the mean.  By default layers count equally, as in the
+            released code.
+
+    Returns:
+        The sparsity of each layer.
     """
     count(1, sparsity)
     D = np.asarray(ratios, dtype=float)

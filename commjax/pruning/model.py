@@ -1,9 +1,9 @@
-"""A model pruned block by block, in memory: what `commjax.pruning.stream` does from disk to disk, bit for bit.
+"""Prune a model block by block, in memory.  `commjax.pruning.stream` does the same from disk to disk, bit for bit.
 
 for every block:
-    stats = of what enters each linear layer        the block dense, the blocks before it pruned
-    S = score(W, stats);  mask = the largest;  W~ = W on the mask, after swaps if the recipe has them
-    h <- block(W~, h)                               what the next block sees
+    stats = statistics of the inputs of each linear layer       the block is dense, the blocks before it are pruned
+    S = score(W, stats);  mask = the largest scores;  W~ = W on the mask, after swaps if the recipe has them
+    h <- block(W~, h)                                           the input of the next block
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,7 @@ from commjax.pruning.recipe import Recipe
 from commjax.pruning.scores import Score
 from commjax.pruning.statistics import Statistics
 
-# Tokens, drawn from all of the calibration, from which the reconstruction error is computed.
+# Number of calibration tokens from which the reconstruction error is computed.
 _ERROR_TOKENS = 1024
 
 Windows = Int[np.ndarray, "n t"]
@@ -32,16 +32,28 @@ Batches = list[Float[Array, "_ t d"]]  # the last may be smaller
 
 
 class Layer(NamedTuple):
-    """What became of one linear layer."""
+    """Result of pruning one linear layer.
+
+    Attributes:
+        block: Number of the block.
+        name: Name of the layer within the block.
+        sparsity: Share of its weights that are zero.
+        error: |X W - X W~|_F / |X W|_F, where X are 1024 of the calibration tokens that enter the layer (or all).
+    """
 
     block: int
     name: str
-    sparsity: float  # the share of its weights that are zero
-    error: float  # |X W - X W~|_F / |X W|_F, X what enters it, 1024 tokens of it (or all)
+    sparsity: float
+    error: float
 
 
 class Calibration(NamedTuple):
-    """Of one linear layer: statistics over all windows, and a few of its inputs."""
+    """Calibration of one linear layer.
+
+    Attributes:
+        stats: Statistics over all windows.
+        inputs: Inputs of the tokens from which the reconstruction error is computed.
+    """
 
     stats: Statistics
     inputs: Activations
@@ -50,7 +62,7 @@ class Calibration(NamedTuple):
 def prune(
     model: Model, params: Params, windows: Windows, recipe: Recipe, *, batch_size: int = 8
 ) -> tuple[Params, tuple[Layer, ...]]:
-    """The pruned model and what became of its layers; embeddings, norms, biases and head stay.
+    """Prune all linear layers of a model; embeddings, norms, biases and head stay.
 
     >>> from commjax.llm import base, config, llama
     >>> tiny = llama.model(config.Config("llama", 5, 8, 12, 1, 2, 1, 4, 16))
@@ -58,6 +70,16 @@ def prune(
     >>> pruned, layers = prune(tiny, dense, np.array([[1, 2, 3]]), Recipe(sparsity=0.5))
     >>> layers[0].name, layers[0].sparsity, float(jnp.mean(pruned.blocks[0]["mlp.up_proj"]["kernel"] == 0))
     ('self_attn.q_proj', 0.5, 0.5)
+
+    Args:
+        model: The model.
+        params: Its dense parameters.
+        windows: Tokens to calibrate on, [n, t].
+        recipe: How to prune.
+        batch_size: Windows per batch.
+
+    Returns:
+        The pruned parameters, and the result of every layer.
     """
     recipes.check(recipe, model)
     check_windows(model, windows, batch_size)
@@ -68,7 +90,13 @@ def prune(
 
 
 def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
-    """ValueError unless these are tokens of the model, in windows that it can read."""
+    """Raise ValueError unless the windows hold tokens of the model and are short enough for it.
+
+    Args:
+        model: The model.
+        windows: Tokens, [n, t].
+        batch_size: Windows per batch.
+    """
     config = model.config
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
@@ -82,13 +110,29 @@ def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
 
 
 def embed(model: Model, outer: Layers, windows: Windows, batch_size: int) -> Batches:
-    """What enters the first block, in batches."""
+    """Embed the windows: the input of the first block.
+
+    Args:
+        model: The model.
+        outer: Parameters outside of the blocks.
+        windows: Tokens, [n, t].
+        batch_size: Windows per batch.
+
+    Returns:
+        Batches of activations [batch, t, d]; the last batch may be smaller.
+    """
     parts = range(0, len(windows), batch_size)
     return [embed_once(model.embed, outer, jnp.asarray(windows[i : i + batch_size], jnp.int32)) for i in parts]
 
 
 def advance(model: Model, block: Layers, hidden: Batches) -> None:
-    """hidden <- what leaves the block, in place: there is one copy of the activations."""
+    """Replace the inputs of a block by its outputs, in place, so that there is one copy of the activations.
+
+    Args:
+        model: The model.
+        block: Parameters of the block.
+        hidden: Batches of activations; they are overwritten.
+    """
     for i, h in enumerate(hidden):
         hidden[i] = advance_once(model.block, block, h)
 
@@ -102,9 +146,19 @@ def pruned_blocks(
     first: int = 0,
     told: Callable[[int, Layer], None] = lambda done, layer: None,
 ) -> Iterator[tuple[Layers, tuple[Layer, ...]]]:
-    """Block after block, pruned; `hidden` is what enters block number `first`, and is changed.
+    """Prune blocks one after another.
 
-    `blocks` is read once, a block at a time.  `told(layers done, the last one)` hears of progress.
+    Args:
+        model: The model.
+        blocks: Parameters of the dense blocks from number `first` on.  They are read once, one block at a time.
+        hidden: Inputs of block `first`, in batches; they are overwritten.
+        how: The recipe.
+        sparsities: Sparsity of every block of the model.
+        first: Number of the first block in `blocks`.
+        told: Called as told(number of layers done, result of the last one) after every layer, to show progress.
+
+    Yields:
+        The pruned parameters of each block, and the results of its layers.
     """
     score, outputs = recipes.scoring(how, model)
     for number, block in enumerate(blocks, first):
@@ -132,41 +186,59 @@ def _prune(how: Recipe, score: Score, name: str, W, stats: Statistics, sparsity:
 
 
 def calibrate(model: Model, block: Layers, hidden: Batches, outputs: bool = False) -> dict[str, Calibration]:
-    """What enters each linear layer of a dense block, over all batches; with `outputs`, the norms of what leaves them too."""
+    """Collect statistics of the inputs of each linear layer of a dense block, over all batches.
+
+    Args:
+        model: The model.
+        block: Parameters of the dense block.
+        hidden: Inputs of the block, in batches.
+        outputs: Also collect the norms of the outputs of the layers.
+
+    Returns:
+        The calibration of each linear layer, by name.
+    """
     drawn = drawn_tokens(sum(h.shape[0] * h.shape[1] for h in hidden))
     total = {name: _nothing(block[name]["kernel"], hidden[0].dtype, outputs, len(drawn)) for name in model.linear}
     begin = 0
     for h in hidden:
-        # One program for all blocks and batches; a last batch that is not full is compiled apart.
+        # One program serves all blocks and batches; a last batch that is not full needs another one.
         total = _calibrate(model.block, outputs, block, h, total, drawn - begin)
         begin += h.shape[0] * h.shape[1]
     return total
 
 
 def drawn_tokens(tokens: int) -> Int[np.ndarray, "n"]:
-    """Which of the calibration's tokens the reconstruction error is computed from: the same however they are batched.
+    """Draw the calibration tokens from which the reconstruction error is computed.
+
+    The batch size does not change them.
 
     >>> drawn_tokens(5).tolist(), len(drawn_tokens(5000))
     ([0, 1, 2, 3, 4], 1024)
+
+    Args:
+        tokens: Number of calibration tokens.
+
+    Returns:
+        Sorted positions of at most 1024 tokens.
     """
     drawn = np.random.default_rng(0).choice(tokens, min(tokens, _ERROR_TOKENS), replace=False)
     return np.sort(drawn).astype(np.int32)
 
 
 def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
-    """Of no samples, with room for the inputs."""
+    """Calibration of no samples, with room for `drawn` inputs."""
     x, y = (jax.ShapeDtypeStruct((1, size), dtype) for size in W.shape)
     shapes = jax.eval_shape(statistics.of, x, y if outputs else None)
-    # NumPy's zeros need no program.
+    # NumPy's zeros need no compiled program.
     stats = jax.tree.map(lambda one: jnp.asarray(np.zeros(one.shape, one.dtype)), shapes)
     return Calibration(stats, jnp.asarray(np.zeros((drawn, W.shape[0]), dtype)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _calibrate(function, outputs: bool, block: Layers, h: Hidden, total: dict[str, Calibration], drawn):
-    """`drawn` counts from the first token of h."""
+    """Add the batch h to the calibrations.  `drawn` counts from the first token of h."""
     entering = function(block, h)[1]
-    seen: dict[int, Statistics] = {}  # several layers read one input
+    seen: dict[int, Statistics] = {}  # several layers have the same input
     for name, x in entering.items():
         if outputs or id(x) not in seen:
             seen[id(x)] = statistics.of(x, linear(block[name], x) if outputs else None)
@@ -180,7 +252,21 @@ def _calibrate(function, outputs: bool, block: Layers, h: Hidden, total: dict[st
 def sparsity_of_blocks(
     model: Model, outer: Layers, blocks: Iterable[Layers], windows: Windows, how: Recipe, batch_size: int
 ) -> np.ndarray:
-    """The sparsity of every block: uniform, or OWL's, for which the dense model reads all windows first."""
+    """Sparsity of every block: the same for all, or OWL's.
+
+    For OWL the dense model first reads all windows.
+
+    Args:
+        model: The model.
+        outer: Parameters outside of the blocks.
+        blocks: Parameters of the dense blocks; only OWL reads them.
+        windows: Tokens to calibrate on, [n, t].
+        how: The recipe.
+        batch_size: Windows per batch.
+
+    Returns:
+        The sparsities [number of blocks].
+    """
     count = model.config.num_hidden_layers
     if how.pattern is not None:
         return masks.uniform(count, 1 - how.pattern[0] / how.pattern[1])
@@ -201,5 +287,5 @@ def sparsity_of_blocks(
 
 @jax.jit
 def _outcome(inputs: Activations, W, pruned):
-    """How many weights are zero, and the relative error."""
+    """Number of zero weights, and the relative error."""
     return jnp.sum(pruned == 0), reconstruct.of_activations(inputs, W, pruned).relative

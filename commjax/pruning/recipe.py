@@ -1,4 +1,4 @@
-"""What to do with a model, in one tuple: which score, which weights compete, how many go, what is swapped back."""
+"""A recipe for pruning a model: the score, the competing weights, the sparsity, and the swaps afterwards."""
 
 import inspect
 import math
@@ -20,17 +20,29 @@ from commjax.pruning.statistics import Statistics
 
 
 class Choice(NamedTuple):
-    """A function and its options, so that a manifest can say both."""
+    """A function and its options, so that a manifest can name both.
+
+    Attributes:
+        function: A score builder such as `scores.ria`, or a swap such as `regrow.dsnot`.
+        options: Keyword arguments of the function.
+    """
 
     function: Callable
     options: dict[str, Any]
 
 
 def choose(function: Callable, **options: Any) -> Choice:
-    """`choose(scores.ria, alpha=0.5)`, `choose(regrow.dsnot, cycles=50)`.
+    """Choose a function and its options: `choose(scores.ria, alpha=0.5)`, `choose(regrow.dsnot, cycles=50)`.
 
     >>> describe(Recipe(sparsity=0.5, score=choose(scores.ria, p=math.inf)))["score"]
     {'name': 'ria', 'alpha': 0.5, 'p': 'inf', 'axes': ['in', 'out'], 'join': 'relative', 'sampling': None}
+
+    Args:
+        function: A score builder of `scores`, or a swap of `regrow`.
+        **options: Its keyword arguments; those left out keep their defaults.
+
+    Returns:
+        The choice, for a `Recipe`.
     """
     return Choice(function, options)
 
@@ -38,12 +50,23 @@ def choose(function: Callable, **options: Any) -> Choice:
 class Recipe(NamedTuple):
     """How to prune the linear layers of every block.
 
-    Either `sparsity`, the share of weights pruned among those that compete in a `group`, or `pattern=(n, m)`: n of every m
-    consecutive inputs of an output are kept.  `spread`: blocks with more outliers, scores of Wanda's above `outlier_multiple`
-    times the block's mean, keep more (OWL), and sparsities differ by 2 `spread` at most.  Blocks are pruned first to last, each with the activations of the pruned blocks
-    before it and of its own dense layers, as the released Wanda, RIA and DSnoT do.
+    Either `sparsity` or `pattern` is given.  Blocks are pruned from first to last.  Each block is calibrated with the
+    activations that leave the pruned blocks before it; its own layers are still dense, as in the released Wanda, RIA
+    and DSnoT.
 
-    Thesis: settings L6020.  Differs: W9 (the group is said).
+    Thesis: Sec. E.3.1, settings.  Differs: W9 (the group is said).
+
+    Attributes:
+        sparsity: Share of weights pruned among those that compete in a group.
+        pattern: (n, m): n of every m consecutive inputs of an output are kept.
+        score: Builder of the score.
+        group: Which weights compete: "output", "input" or "layer".
+        spread: OWL: blocks with more outliers keep more weights, and sparsities differ by at most 2 `spread`.  None:
+            all blocks have the same sparsity.
+        outlier_multiple: OWL: an outlier is a score of Wanda's above this multiple of the block's mean.
+        regrow: `regrow.dsnot` or `regrow.r2_dsnot` with options; None: no swaps.
+        regrow_layers: Prefixes of the names of layers that are swapped.  The released DSnoT does not swap in the MLP.
+        seed: Seed of a score that samples.
     """
 
     sparsity: float | None = None
@@ -52,13 +75,22 @@ class Recipe(NamedTuple):
     group: Group = "output"
     spread: float | None = None
     outlier_multiple: float = 5.0
-    regrow: Choice | None = None  # regrow.dsnot or regrow.r2_dsnot
-    regrow_layers: tuple[str, ...] = ("self_attn.",)  # beginnings of names; the released DSnoT leaves the MLP alone
-    seed: int = 0  # of a score that samples
+    regrow: Choice | None = None
+    regrow_layers: tuple[str, ...] = ("self_attn.",)
+    seed: int = 0
 
 
 def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple[Score, bool]:
-    """(the score, does it need outputs?), if the recipe fits the layers of the model; nothing is computed."""
+    """Raise ValueError unless the recipe fits the layers of the model; nothing is computed.
+
+    Args:
+        recipe: The recipe.
+        model: The model, of which only shapes are used.
+        dtype: Dtype of the weights.
+
+    Returns:
+        The score, and whether it needs the outputs of the layers.
+    """
     if (recipe.sparsity is None) == (recipe.pattern is None):
         raise ValueError(f"sparsity={recipe.sparsity} and pattern={recipe.pattern}; allowed: one of them")
     if recipe.sparsity is not None:
@@ -84,7 +116,16 @@ def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple
 
 
 def scoring(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple[Score, bool]:
-    """(the score, does it need outputs?)"""
+    """Build the score of a recipe.
+
+    Args:
+        recipe: The recipe.
+        model: The model, of which only shapes are used.
+        dtype: Dtype of the weights.
+
+    Returns:
+        The score, and whether it needs the outputs of the layers.
+    """
     score = recipe.score.function(**recipe.score.options)
     needs = [
         _named(name, lambda shape=shape: _needs_outputs(score, shape, dtype)) for shape, name in _shapes(model).items()
@@ -93,7 +134,7 @@ def scoring(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tup
 
 
 def _shapes(model: Model) -> dict[tuple[int, ...], str]:
-    """Shape of a kernel -> the first layer that has it."""
+    """Map each shape of a kernel to the first layer that has it."""
     found: dict[tuple[int, ...], str] = {}
     for name in model.linear:
         found.setdefault(model.block_shapes[name]["kernel"], name)
@@ -101,10 +142,11 @@ def _shapes(model: Model) -> dict[tuple[int, ...], str]:
 
 
 def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
-    """Refuses what no outliers could bring into range; `masks.outlier_weighted` refuses the rest when it has counted them.
+    """Raise ValueError if no outlier ratios could bring the sparsities into [0, 1).
 
-    With r the mean over blocks of (D - min D) / (max D - min D), 1/blocks <= r <= 1 - 1/blocks, sparsities go from
-    sparsity - 2 spread (1 - r) to sparsity + 2 spread r.
+    `masks.outlier_weighted` checks the rest when the outliers are counted.  With r the mean over blocks of
+    (D - min D) / (max D - min D), 1/blocks <= r <= 1 - 1/blocks, sparsities go from sparsity - 2 spread (1 - r) to
+    sparsity + 2 spread r.
     """
     if not 0 <= spread < math.inf:
         raise ValueError(f"spread={spread}; allowed: finite, at least 0")
@@ -114,13 +156,13 @@ def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
     most = min(1 - 1 / blocks, (1 - sparsity) / (2 * spread))
     if least > most + 1e-9:
         raise ValueError(
-            f"spread={spread} with sparsity={sparsity} on {blocks} blocks; allowed: 0 <= sparsity < 1 for each of them, whose "
-            "sparsities differ by 2 spread"
+            f"spread={spread} with sparsity={sparsity} on {blocks} blocks; allowed: 0 <= sparsity < 1 for each of "
+            "them, whose sparsities differ by 2 spread"
         )
 
 
 def _named(layer: str, function: Callable[[], Any]) -> Any:
-    """Errors say which layer."""
+    """Call the function; a ValueError gets the layer's name in front."""
     try:
         return function()
     except ValueError as error:
@@ -129,7 +171,10 @@ def _named(layer: str, function: Callable[[], Any]) -> Any:
 
 @lru_cache(64)
 def _needs_outputs(score: Score, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    """Traced with shapes only: a score that fails without outputs must do with them."""
+    """Whether the score needs outputs.
+
+    The score is traced with shapes only.  If it fails without outputs, it must work with them.
+    """
 
     def dry(outputs: bool):
         W, x = jnp.ones(shape, dtype), jnp.ones((1, shape[0]), dtype)
@@ -149,12 +194,34 @@ def _dry_run(recipe: Recipe, shape: tuple[int, ...], dtype: DTypeLike) -> Matrix
 
 
 def keep(recipe: Recipe, S: Matrix, sparsity: float) -> Mask:
-    """The mask of one layer from its scores."""
+    """Compute the mask of one layer from its scores.
+
+    Args:
+        recipe: The recipe, which says the group or the pattern.
+        S: Scores [in, out].
+        sparsity: Sparsity of the layer's block; a pattern ignores it.
+
+    Returns:
+        The mask [in, out], True where a weight is kept.
+    """
     return masks.unstructured(S, sparsity, recipe.group) if recipe.pattern is None else masks.n_m(S, *recipe.pattern)
 
 
 def swap(recipe: Recipe, W: Matrix, mask: Mask, stats: Statistics, S: Matrix) -> Matrix:
-    """The pruned weights after `recipe.regrow`; with a pattern the released DSnoT prunes by the scores that made the mask."""
+    """Apply `recipe.regrow` to a masked layer.
+
+    With a pattern, `regrow.dsnot` prunes by the scores S that made the mask, as the released DSnoT does.
+
+    Args:
+        recipe: The recipe; its `regrow` must not be None.
+        W: Dense weights [in, out].
+        mask: Mask before the swaps [in, out].
+        stats: Statistics of the layer's inputs.
+        S: Scores that made the mask [in, out].
+
+    Returns:
+        The pruned weights after the swaps [in, out].
+    """
     assert recipe.regrow is not None
     function, options = recipe.regrow
     if recipe.pattern is not None and function is regrow.dsnot:
@@ -163,10 +230,18 @@ def swap(recipe: Recipe, W: Matrix, mask: Mask, stats: Statistics, S: Matrix) ->
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON has it, with the defaults of its functions; arrays as a digest.
+    """The recipe as JSON values, with the defaults of its functions; an array becomes its digest.
 
-    >>> describe(Recipe(pattern=(2, 4)))["pattern"], describe(Recipe(pattern=(2, 4), regrow=choose(regrow.dsnot)))["regrow"]["cycles"]
-    ('2:4', 50)
+    >>> describe(Recipe(pattern=(2, 4)))["pattern"]
+    '2:4'
+    >>> describe(Recipe(pattern=(2, 4), regrow=choose(regrow.dsnot)))["regrow"]["cycles"]
+    50
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        A dictionary for the manifest.
     """
     found = {name: _plain(value) for name, value in recipe._asdict().items()}
     return found | {"pattern": None if recipe.pattern is None else f"{recipe.pattern[0]}:{recipe.pattern[1]}"}
@@ -185,7 +260,7 @@ def _plain(value: Any) -> Any:
 
 
 def _options(choice: Choice) -> dict[str, Any]:
-    """All of them: a default that changes with a version is another recipe."""
+    """All options with their defaults: if a default changes with a version, the recipe is another one."""
     try:
         bound = inspect.signature(choice.function).bind_partial(**choice.options)
     except TypeError as error:
@@ -195,12 +270,12 @@ def _options(choice: Choice) -> dict[str, Any]:
     for name, value in bound.arguments.items():
         several = bound.signature.parameters[name].kind == inspect.Parameter.VAR_KEYWORD
         found |= value if several else {name: value}
-    found.pop("pattern", None)  # the recipe's own
+    found.pop("pattern", None)  # the recipe has its own entry for it
     return found
 
 
 def _name(function: Callable) -> str:
-    """A name that says which function it is, in a manifest too."""
+    """A name that identifies the function in a manifest."""
     name = getattr(function, "__qualname__", None)
     if name is None or "<lambda>" in name:
         raise ValueError(f"{function!r} has no name for the manifest; allowed: functions made by def")

@@ -1,6 +1,6 @@
-"""How far a pruned layer's outputs are from the dense ones: |X W - X W~|_F.
+"""Distance of a pruned layer's outputs from the dense ones: |X W - X W~|_F.
 
-Thesis: the objective (InpRecon), L2414.
+Thesis: Sec. 6.3.1, the objective (InpRecon).
 """
 
 from typing import NamedTuple
@@ -15,17 +15,32 @@ Matrix = Float[Array, "i o"]
 
 
 class Error(NamedTuple):
-    absolute: Float[Array, ""]  # |X W - X W~|_F
-    relative: Float[Array, ""]  # divided by |X W|_F; 0 if nothing changed
+    """Reconstruction error of one layer.
+
+    Attributes:
+        absolute: |X W - X W~|_F.
+        relative: `absolute` divided by |X W|_F; 0 if nothing changed.
+    """
+
+    absolute: Float[Array, ""]
+    relative: Float[Array, ""]
 
 
 @jax.jit
 def of_activations(x: Float[Array, "*samples tokens i"], W: Matrix, pruned: Matrix) -> Error:
-    """From inputs x: two products with the weights' shape.
+    """Reconstruction error from the inputs of the layer.
 
     >>> error = of_activations(jnp.array([[3.0, 1.0]]), jnp.array([[1.0], [1.0]]), jnp.array([[1.0], [0.0]]))
     >>> float(error.absolute), float(error.relative)
     (1.0, 0.25)
+
+    Args:
+        x: Inputs, [..., tokens, in].
+        W: Dense weights [in, out].
+        pruned: Pruned weights [in, out].
+
+    Returns:
+        The absolute and the relative error.
     """
     x, W, pruned = _at_least_float32(x, W, pruned)
 
@@ -37,7 +52,18 @@ def of_activations(x: Float[Array, "*samples tokens i"], W: Matrix, pruned: Matr
 
 @jax.jit
 def of_gram(stats: Statistics, W: Matrix, pruned: Matrix) -> Error:
-    """From G = X^T X of `statistics.of(x, gram=True)`: |X M|_F^2 = sum_k M_:k^T G M_:k, without the activations."""
+    """Reconstruction error from G = X^T X, without the activations.
+
+        |X M|_F^2 = sum_k M_:k^T G M_:k
+
+    Args:
+        stats: Statistics made by `statistics.of(x, gram=True)`.
+        W: Dense weights [in, out].
+        pruned: Pruned weights [in, out].
+
+    Returns:
+        The absolute and the relative error.
+    """
     if stats.gram is None:
         raise ValueError("stats has no gram; allowed: statistics made by of(x, gram=True)")
     gram, W, pruned = _at_least_float32(stats.gram, W, pruned)

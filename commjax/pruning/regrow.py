@@ -1,15 +1,16 @@
-r"""Training-free fine-tuning: swap pruned weights for kept ones, so that an output's expected error comes near zero.
+"""Training-free fine-tuning: swap pruned and kept weights until the expected error of every output is near zero.
 
-For every output, with eps = x W - x W~ and contributions M_j = W_j E[x_j] of the dense weights, E eps is the sum of M over the pruned
-inputs.  One swap grows the input g and prunes the input p, E eps <- E eps + M_p - M_g:
+For every output, let eps = x W - x W~, and let M_j = W_j E[x_j] be the contributions of the dense weights.  E eps is
+the sum of M over the pruned inputs.  One swap grows the input g and prunes the input p, E eps <- E eps + M_p - M_g:
 
     g = argmax_{pruned, sign(E eps) G_g > 0}  |G_g|          G = the grow score, signed
     p = argmin_{kept,   sign(E eps) M_p < 0}  P_p            P = the prune score
 
-`dsnot` is DSnoT as released, `r2_dsnot` is R^2-DSnoT: the same swaps with other scores (`commjax.pruning.swaps`).
+`dsnot` is DSnoT as released.  `r2_dsnot` is R^2-DSnoT: the same swaps with other scores (`commjax.pruning.swaps`).
 
-Thesis: L2650-L2693, settings L6022.  Differs: W2 (statistics of the input, not of the output), W3 (dense weights over the pruned
-set).  Where the released code runs out of candidates it reads beyond its lists and loses count; here an output without one is done.
+Thesis: Sec. 6.3.6, settings Sec. E.3.1.  Differs: W2 (statistics of the input, not of the output), W3 (dense weights
+over the pruned set).  When the released code has no candidates left, it reads beyond its lists and loses count; in
+commjax such an output is done.
 """
 
 import math
@@ -42,14 +43,28 @@ def dsnot(
     power: float = 1.0,
     same_sign: bool | None = None,
 ) -> tuple[Matrix, Bool[Array, "i o"]]:
-    """DSnoT: G = M / Var^power, P = Wanda's score, whatever made the mask.  Returns (W~, mask).
+    """DSnoT: swaps with G = M / Var^power and P = Wanda's score, for any mask.
 
-    `pattern=(n, m)`: the mask keeps n of m inputs, and p is the least `prune` of g's group, whatever its sign; the released code
-    takes the scores that made the mask, so give those.  `threshold`: an output is done when |E eps| times the tokens of a sample
-    is no larger.  `same_sign`: it is also done when the next swap would turn the sign of E eps; None is as released (off, but on with
-    a pattern).  A channel with neither mean nor variance is no candidate; one with a mean only grows first.
+    A channel with neither mean nor variance is no candidate.  A channel with a mean but no variance grows first.
 
-    Thesis: L2650.  Differs: W2, W3.
+    Thesis: Sec. 6.3.6.  Differs: W2, W3.
+
+    Args:
+        W: Dense weights [in, out].
+        mask: Mask before the swaps [in, out].
+        stats: Statistics of the layer's inputs.
+        pattern: (n, m) of a mask that keeps n of every m inputs.  Then p is the least `prune` of g's group, whatever
+            its sign.
+        prune: Prune score P [in, out]; None: Wanda's score.  With a pattern, the released code takes the scores that
+            made the mask, so give those.
+        cycles: Largest number of swaps of an output.
+        threshold: An output is done when |E eps| times the tokens of a sample is at most this.
+        power: Power of the variance in the grow score.
+        same_sign: An output is also done when the next swap would change the sign of E eps.  None: as released, True
+            with a pattern and False without.
+
+    Returns:
+        The pruned weights W~ [in, out] and the mask after the swaps [in, out].
     """
     same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
     if prune is not None and prune.shape != W.shape:
@@ -62,7 +77,8 @@ def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
     sums, _, variance, norms = _columns(W, stats)
     divisor, threshold, cycles = variance**power, jnp.asarray(threshold, sums.dtype), jnp.asarray(cycles, jnp.int32)
 
-    def block(W, mask, *given):  # the scores too, so that they are never written to memory as a whole
+    # The block computes its scores as well, so that the whole score matrix is never written to memory.
+    def block(W, mask, *given):
         w = W.astype(sums.dtype)
         grow = _quotient(w * sums, divisor)
         prune = given[0].astype(w.dtype) if given else jnp.abs(w) * norms
@@ -91,16 +107,39 @@ def r2_dsnot(
     power: float = 1.0,
     same_sign: bool | None = None,
 ) -> tuple[Matrix, Bool[Array, "i o"]]:
-    r"""R^2-DSnoT: DSnoT with relative importance D and a regulariser R, both frozen at the given mask.  Returns (W~, mask).
+    """R^2-DSnoT: DSnoT with relative importance D and a regulariser R, both computed from the given mask.
 
         |G| = |W D E[x]| / Var^power + gamma_grow R         G has the sign of W E[x]
-         P  = |W| D |X_:j|_2^alpha + gamma_prune R          D_jk = 1/|W~_:k|_1 + 1/|W~_j:|_1, where relative_... says so, else 1
+         P  = |W| D |X_:j|_2^alpha + gamma_prune R          D_jk = 1/|W~_:k|_1 + 1/|W~_j:|_1
 
-    `regularizer`: "out" is |W~_:k|_p as printed, constant for an output, so that gamma changes nothing; "in" is |W~_j:|_p, which fits
-    the printed ablation; "toggled" is |W~_:k|_p after that one change.  `literal=True` is the printed grow rule D E[x] / Var, without W.
-    The ablation's best: relative_grow on RIA's mask; relative_prune alone, gamma_prune=1e-3, on Wanda's.
+    D is 1 in a score without relative importance.  Best settings of the ablation: relative_grow on RIA's mask;
+    relative_prune alone with gamma_prune=1e-3 on Wanda's mask.
 
-    Thesis: L2675-L2693, ablation L6097.  Differs: W4 (W kept in the grow rule; zero norms are left out of D), W5, W15d (bases swapped).
+    Thesis: Sec. 6.3.6, ablation Table E.4.  Differs: W4 (W kept in the grow rule; zero norms are left out of D), W5,
+    W15d (bases swapped).
+
+    Args:
+        W: Dense weights [in, out].
+        mask: Mask before the swaps [in, out].
+        stats: Statistics of the layer's inputs.
+        relative_grow: Use D in the grow score.
+        relative_prune: Use D in the prune score.
+        alpha: Power of the input norms in the prune score.
+        gamma_grow: Weight of R in the grow score.
+        gamma_prune: Weight of R in the prune score.
+        p: Norm of the regulariser, at least 1 (math.inf included).
+        regularizer: "out": |W~_:k|_p as printed; it is constant for an output, so gamma changes nothing.  "in":
+            |W~_j:|_p, which fits the printed ablation.  "toggled": |W~_:k|_p after the weight was grown or pruned.
+        literal: Use the printed grow rule D E[x] / Var, without W.
+        pattern: (n, m) of a mask that keeps n of every m inputs; p is then the least P of g's group.
+        cycles: Largest number of swaps of an output.
+        threshold: An output is done when |E eps| times the tokens of a sample is at most this.
+        power: Power of the variance in the grow score.
+        same_sign: An output is also done when the next swap would change the sign of E eps.  None: True with a pattern
+            and False without.
+
+    Returns:
+        The pruned weights W~ [in, out] and the mask after the swaps [in, out].
     """
     same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
     for name, value in (("alpha", alpha), ("gamma_grow", gamma_grow), ("gamma_prune", gamma_prune)):
@@ -117,7 +156,7 @@ def r2_dsnot(
 
 @partial(jax.jit, static_argnames="rule")
 def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
-    """sum_t x, G, P; apart from the swaps, so that those are compiled once for all rules"""
+    """Returns (sum_t x, G, P).  The swaps are another program, which is thus compiled once for all rules."""
     relative_grow, relative_prune, alpha, p, regularizer, literal, power = rule
     sums, mean, variance, norms = _columns(W, stats)
     w = W.astype(sums.dtype)
@@ -131,7 +170,7 @@ def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
 
 
 def _regularizer(w, mask, kept, p, regularizer):
-    """R [in, out]"""
+    """R [in, out]."""
     out, size = norm(kept, p, "out")[None, :], jnp.abs(w)
     if regularizer == "out":
         return jnp.broadcast_to(out, w.shape)
@@ -142,19 +181,19 @@ def _regularizer(w, mask, kept, p, regularizer):
         alone = jnp.sum(largest, axis=0, keepdims=True) == 1
         second = jnp.max(jnp.where(mask & ~largest, size, 0), axis=0, keepdims=True)
         return jnp.where(mask, jnp.where(largest & alone, second, out), jnp.maximum(out, size))
-    scale = jnp.maximum(out, jnp.max(size, axis=0, keepdims=True))  # or small weights would underflow
+    scale = jnp.maximum(out, jnp.max(size, axis=0, keepdims=True))  # otherwise small weights would underflow
     scale = jnp.where(scale == 0, 1, scale)
     share = jnp.where(mask, -1, 1) * (size / scale) ** p
     return scale * jnp.maximum((out / scale) ** p + share, 0) ** (1 / p)
 
 
 def _inverse(a):
-    """1 / a, and 0 where a is 0"""
+    """1 / a, and 0 where a is 0."""
     return jnp.where(a == 0, 0, 1 / a)
 
 
 def _quotient(a, b):
-    """a / b, and 0 where a is 0: a dead channel would be 0 / 0"""
+    """a / b, and 0 where a is 0: a dead channel would give 0 / 0."""
     return jnp.where(a == 0, 0, a / b)
 
 
@@ -177,7 +216,7 @@ def _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign):
 
 
 def _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign) -> bool:
-    """same_sign, after everything else was looked at"""
+    """Validate the arguments; returns `same_sign` with its default filled in."""
     if mask.shape != W.shape:
         raise ValueError(f"mask has shape {mask.shape}; allowed: that of W, {W.shape}")
     if stats.x.hi.shape != W.shape[:1]:

@@ -1,10 +1,10 @@
-r"""Scores of weights: the smallest are pruned.
+"""Scores of weights: the weights of least score are pruned.
 
-One algebra.  With |W| of a layer W [in, out], an in-term u_j, an out-term v_k and the input norms,
+All scores have one form.  For a layer W [in, out] with an in-term u_j and an out-term v_k,
 
     S_jk = join(|W_jk|; u_j, v_k) |X_:j|_2^alpha
 
-where a term is a norm (of weights, activations or given matrices; perhaps of sampled entries) and
+A term is a norm of weights, of activations or of given matrices, perhaps over sampled entries.  A join is one of
 
     relative           |W| / u + |W| / v                RI, RIA, S1
     relative_to_sum    |W| / (u + v)                    S2
@@ -12,11 +12,12 @@ where a term is a norm (of weights, activations or given matrices; perhaps of sa
     harmonic           |W| / (1/u + 1/v)                S4
     root               |W| sqrt(u^2 + v^2)              the squared objective
 
-A missing term is left out, and so is a quotient by a norm that is zero.  `score` builds any member; the names beneath it are the
-thesis's.  A score is a function (W, stats, key) -> S >= 0 in float32 or better; where it may, it looks at the result and refuses NaN.
+A missing term is left out, and so is a quotient by a norm that is zero.  `score` builds any of these scores; the
+functions after it build those that the thesis names.  A score is a function (W, stats, key) -> S >= 0, computed in
+float32 or better. Outside jit it raises ValueError if the result is not finite.
 
-Thesis: Table (L2434), L2476-L2646, S1-S4 L6047.  Differs: W6 (the factor |W|), W7 (RIA is no member of the family |W| (u + v)),
-W10 (axes, not rows and columns), W12 (sampling), W14 (p = 0, inf).
+Thesis: Table 6.1, Sec. 6.3.2 to 6.3.5, S1-S4 Sec. E.3.3.  Differs: W6 (the factor |W|), W7 (RIA is no member of the
+family |W| (u + v)), W10 (axes, not rows and columns), W12 (sampling), W14 (p = 0, inf).
 """
 
 import math
@@ -35,56 +36,110 @@ from commjax.pruning.statistics import Statistics, input_norm, output_norm, wide
 
 Axis = Literal["in", "out"]
 Matrix = Float[Array, "i o"]
-Norms = Float[Array, "#i #o"]  # of inputs [in, 1] or outputs [1, out]
+Norms = Float[Array, "#i #o"]  # norms of inputs [in, 1] or of outputs [1, out]
 Vector = Float[Array, "d"]
-Term = Callable[[Matrix, Statistics | None, Key | None, Axis], Vector]  # norms along an axis, from |W|
+Term = Callable[[Matrix, Statistics | None, Key | None, Axis], Vector]  # (|W|, stats, key, axis) -> norms
 Join = Callable[..., Matrix]  # (|W|, norms that broadcast against it) -> matrix
 Score = Callable[..., Matrix]  # (W, stats=None, key=None) -> matrix
 
 
 class Sampling(NamedTuple):
-    """Norms of tau = max(1, floor(beta min(in, out))) entries, drawn without replacement: for every input and output apart,
-    or, shared, the same outputs for every input and the same inputs for every output (another estimator, and cheaper)."""
+    """Sampled norms: tau = max(1, floor(beta min(in, out))) entries, drawn without replacement.
+
+    Attributes:
+        beta: Share of the entries, 0 < beta <= 1.
+        shared: False: every input and every output has its own draw.  True: all inputs share one draw of outputs, and
+            all outputs share one draw of inputs; this is another estimator, and a cheaper one.
+    """
 
     beta: float
     shared: bool = False
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """a / b, and 0 where b is 0"""
+    """a / b, and 0 where b is 0."""
     return jnp.where(b == 0, 0, a / b)
 
 
 def relative(w: Matrix, *norms: Norms) -> Matrix:
-    """S1: |W| / u + |W| / v"""
+    """S1: |W| / u + |W| / v, where a quotient by a zero norm is 0.
+
+    Args:
+        w: |W| [in, out].
+        *norms: u [in, 1] and v [1, out], or one of them.
+
+    Returns:
+        The matrix [in, out].
+    """
     return sum((_divide(w, norm) for norm in norms[1:]), _divide(w, norms[0]))
 
 
 def relative_to_sum(w: Matrix, *norms: Norms) -> Matrix:
-    """S2: |W| / (u + v)"""
+    """S2: |W| / (u + v), and 0 where u + v is 0.
+
+    Args:
+        w: |W| [in, out].
+        *norms: u [in, 1] and v [1, out], or one of them.
+
+    Returns:
+        The matrix [in, out].
+    """
     return _divide(w, sum(norms[1:], norms[0]))
 
 
 def plain(w: Matrix, *norms: Norms) -> Matrix:
-    """S3: |W| (u + v)"""
+    """S3: |W| (u + v).
+
+    Args:
+        w: |W| [in, out].
+        *norms: u [in, 1] and v [1, out], or one of them.
+
+    Returns:
+        The matrix [in, out].
+    """
     return w * sum(norms[1:], norms[0])
 
 
 def harmonic(w: Matrix, *norms: Norms) -> Matrix:
-    """S4: |W| / (1/u + 1/v), and 0 where a norm is 0"""
+    """S4: |W| / (1/u + 1/v), and 0 where a norm is 0.
+
+    Args:
+        w: |W| [in, out].
+        *norms: u [in, 1] and v [1, out], or one of them.
+
+    Returns:
+        The matrix [in, out].
+    """
     return w / sum((1 / norm for norm in norms[1:]), 1 / norms[0])
 
 
 def root(w: Matrix, *norms: Norms) -> Matrix:
-    """|W| sqrt(u^2 + v^2)"""
+    """The join of the squared objective: |W| sqrt(u^2 + v^2).
+
+    Args:
+        w: |W| [in, out].
+        *norms: u [in, 1] and v [1, out], or one of them.
+
+    Returns:
+        The matrix [in, out].
+    """
     return w * jnp.sqrt(sum((norm * norm for norm in norms[1:]), norms[0] * norms[0]))
 
 
 def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
-    """|W_j:|_p (axis "in", one number an input) or |W_:k|_p (axis "out"); p = 0 counts nonzeros; over the entries `where`.
+    """Norms of a matrix: |W_j:|_p of every input (axis "in") or |W_:k|_p of every output (axis "out").
 
     >>> norm(jnp.array([[3.0, 4.0], [0.0, 2.0]]), 2.0, "in").tolist()
     [5.0, 2.0]
+
+    Args:
+        w: Matrix [in, out].
+        p: Which norm: 0 counts nonzeros; math.inf is allowed.
+        axis: "in" or "out".
+        where: Mask of the entries that count, which broadcasts against w; None: all of them.
+
+    Returns:
+        The norms, [in] or [out].
     """
     along = 1 if axis == "in" else 0
     w = jnp.abs(w) if where is None else jnp.where(where, jnp.abs(w), 0)
@@ -97,22 +152,41 @@ def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
     largest = jnp.max(w, axis=along, keepdims=True)
     if math.isinf(p):
         return jnp.squeeze(largest, along)
-    scaled = _divide(w, largest)  # or small weights would underflow
+    scaled = _divide(w, largest)  # otherwise small weights would underflow
     return jnp.squeeze(largest, along) * jnp.sum(scaled**p, axis=along) ** (1 / p)
 
 
 def activations() -> Term:
-    """|X_:j|_2 on the in side, |Y_:k|_2 on the out side, over sqrt(samples)."""
+    """A term of activations: |X_:j|_2 on the in side and |Y_:k|_2 on the out side, divided by sqrt(samples).
+
+    Returns:
+        The term, which needs `stats`.
+    """
     return lambda w, stats, key, axis: _of_activations(w, stats, axis)
 
 
 def given(norms: Vector) -> Term:
-    """The caller's own norms."""
+    """A term of norms that the caller computed.
+
+    Args:
+        norms: The norms, [in] or [out].
+
+    Returns:
+        The term.
+    """
     return lambda w, stats, key, axis: _of_length(norms, w, axis, "norms")
 
 
 def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
-    """|W_j:|_p on the in side, |W_:k|_p on the out side."""
+    """A term of weights: |W_j:|_p on the in side and |W_:k|_p on the out side.
+
+    Args:
+        p: Which norm: 0 (number of nonzeros), or at least 1 (math.inf included).
+        sampling: Draw the entries that count; None: all entries.
+
+    Returns:
+        The term.  With `sampling` it needs a key.
+    """
     if not (p == 0 or p >= 1):
         raise ValueError(f"p={p}; allowed: 0, or at least 1 (math.inf included)")
     if sampling is not None and not 0 < sampling.beta <= 1:
@@ -124,12 +198,23 @@ def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
 
 
 def ratio(a: Term, b: Term) -> Term:
-    """a / b"""
+    """The quotient a / b of two terms, and 0 where b is 0.
+
+    Args:
+        a: A term.
+        b: A term.
+
+    Returns:
+        The term.
+    """
     return lambda *arguments: _divide(a(*arguments), b(*arguments))
 
 
 class _Sampled(NamedTuple):
-    """A term that `score` computes apart: one program for every beta, because its draws take long to compile."""
+    """A term of sampled norms, which `score` computes in a program of its own.
+
+    The draws take long to compile, and this program is the same for every beta.
+    """
 
     p: float
     sampling: Sampling
@@ -143,7 +228,10 @@ class _Sampled(NamedTuple):
 
 @partial(jax.jit, static_argnames=("p", "axis", "shared"))
 def _sampled(w, key, tau, p, axis, shared):
-    """The entries of the tau least of random words (ties, of probability about tau / 2^31, go to the first)."""
+    """Norms of the entries with the tau least random words.
+
+    Ties, of probability about tau / 2^31, go to the first entry.
+    """
     w = w.astype(wide(w.dtype))
     rows = w if axis == "in" else w.T
     words = jax.random.bits(key, (1 if shared else len(rows), rows.shape[1]), jnp.uint32) >> 1
@@ -164,7 +252,7 @@ def _of_activations(w, stats, axis):
 
 
 def _power(a, alpha):
-    """a^alpha, square roots and squares exactly as the released code has them."""
+    """a^alpha; square roots and squares are computed exactly as in the released code."""
     exact = {1.0: lambda: a, 0.5: lambda: jnp.sqrt(a), 2.0: lambda: a * a}
     return exact.get(alpha, lambda: a**alpha)()
 
@@ -172,12 +260,25 @@ def _power(a, alpha):
 def score(
     in_term: Term | None = None, out_term: Term | None = None, *, join: Join = relative, alpha: float = 0.0
 ) -> Score:
-    """S = join(|W|; u, v) |X_:j|_2^alpha; without terms |W| |X_:j|_2^alpha.
+    """Build a score from its terms.
 
-    Build it once and call it often: each build is compiled anew.
+        S = join(|W|; u, v) |X_:j|_2^alpha
+
+    Without terms S = |W| |X_:j|_2^alpha.  Build a score once and call it often: every build is compiled anew.
 
     >>> score(weights(2.0), weights(2.0), join=plain)(jnp.array([[3.0, -4.0]])).tolist()
     [[24.0, 36.0]]
+
+    Args:
+        in_term: Term u of the inputs; None leaves it out.
+        out_term: Term v of the outputs; None leaves it out.
+        join: How the terms meet |W|: `relative`, `relative_to_sum`, `plain`, `harmonic` or `root`.  It takes |W| [in,
+            out] and the norms u [in, 1], v [1, out], and returns a matrix [in, out].
+        alpha: Power of the input norms; 0 leaves them out.
+
+    Returns:
+        The score, a function (W, stats=None, key=None) -> S [in, out].  `stats` is needed for activations, `key` for
+        sampling.
     """
     if not 0 <= alpha < math.inf:
         raise ValueError(f"alpha={alpha}; allowed: finite, at least 0")
@@ -209,7 +310,7 @@ def score(
 
 
 def _check_finite(finite: Array, **causes: Any) -> None:
-    """Only outside jit, where there are numbers to look at."""
+    """Raise ValueError, naming the cause, unless the scores are finite.  Under jit nothing is checked."""
     if isinstance(finite, Tracer) or finite:
         return
     for name, tree in causes.items():
@@ -220,49 +321,83 @@ def _check_finite(finite: Array, **causes: Any) -> None:
     raise ValueError("the scores overflow; allowed: W and stats whose scores are finite")
 
 
-# The names of the thesis.
+# Scores that the thesis names.
 
 
 @cache
 def magnitude() -> Score:
-    """|W|"""
+    """Score |W|."""
     return score()
 
 
 @cache
 def wanda(alpha: float = 1.0) -> Score:
-    """|W| |X_:j|_2^alpha.  Thesis: Cor. (L2503); alpha L2741.
+    """Score of Wanda: |W| |X_:j|_2^alpha.  Thesis: Cor. 6.3.2; alpha Table 6.3.
 
     >>> from commjax.pruning import statistics
     >>> wanda()(jnp.array([[1.0, -2.0]]), statistics.of(jnp.array([[3.0], [4.0]]))).tolist()
     [[5.0, 10.0]]
+
+    Args:
+        alpha: Power of the input norms.
+
+    Returns:
+        The score, which needs `stats`.
     """
     return score(alpha=alpha)
 
 
 @cache
 def owanda() -> Score:
-    """|W| |Y_:k|_2 with the layer's outputs as Y: magnitude's order within an output.  Thesis: Cor. (L2509)."""
+    """Score of OWanda: |W| |Y_:k|_2, where Y are the layer's outputs.  Thesis: Cor. 6.3.3.
+
+    Within one output the order of the weights is that of `magnitude`.
+
+    Returns:
+        The score, which needs `stats` with outputs.
+    """
     return score(None, activations(), join=plain)
 
 
 @cache
 def symwanda(join: Join = plain) -> Score:
-    """|W| (|X_:j|_2 + |Y_:k|_2) with the layer's inputs and outputs; `join=root` for the squared objective.
+    """Score of SymWanda: |W| (|X_:j|_2 + |Y_:k|_2), where X and Y are the layer's inputs and outputs.
 
-    Thesis: Lemma 1 (L2490), squared L5930.  Y as the layer's outputs is our choice: the thesis never says what it is.
+    Thesis: Lemma 6.3.1, squared Sec. E.2.  The thesis never says what Y is; the layer's outputs are our choice.
+
+    Args:
+        join: `plain`, or `root` for the squared objective.
+
+    Returns:
+        The score, which needs `stats` with outputs.
     """
     return score(activations(), activations(), join=join)
 
 
 def general(X: Float[Array, "a i"], Y: Float[Array, "o d"], join: Join = plain) -> Score:
-    """|W| (|X_:j|_2 + |Y_k:|_2) for any X [a, in] and Y [out, d].  Thesis: Lemma 1 (L2490)."""
+    """Score |W| (|X_:j|_2 + |Y_k:|_2) for given matrices X and Y.  Thesis: Lemma 6.3.1.
+
+    Args:
+        X: Matrix [a, in].
+        Y: Matrix [out, d].
+        join: `plain`, or `root` for the squared objective.
+
+    Returns:
+        The score.
+    """
     return score(given(norm(X, 2.0, "out")), given(norm(Y, 2.0, "in")), join=join)
 
 
 @cache
 def symmetric(join: Join = plain) -> Score:
-    """|W| (|W_j:|_2 + |W_:k|_2); `join=root` for |W| sqrt(|W_j:|_2^2 + |W_:k|_2^2).  Thesis: Cor. (L2514); Differs: W6."""
+    """Score |W| (|W_j:|_2 + |W_:k|_2).  Thesis: Cor. 6.3.4; Differs: W6.
+
+    Args:
+        join: `plain`, or `root` for |W| sqrt(|W_j:|_2^2 + |W_:k|_2^2).
+
+    Returns:
+        The score.
+    """
     return score(weights(2.0), weights(2.0), join=join)
 
 
@@ -274,9 +409,20 @@ def ria(
     join: Join = relative,
     sampling: Sampling | None = None,
 ) -> Score:
-    """(|W| / |W_j:|_p + |W| / |W_:k|_p) |X_:j|_2^alpha: RIA, its l_p forms, one side only, S2-S4 by `join`, sampled.
+    """Score of RIA: (|W| / |W_j:|_p + |W| / |W_:k|_p) |X_:j|_2^alpha, with its variants.
 
-    Thesis: L2539, l_p L2602, one side only L2739, S1-S4 L6047.  Differs: float32 sums, where the released code has the weights' dtype.
+    Thesis: Sec. 6.3.3, l_p Sec. 6.3.5, one side only Table 6.3, S1-S4 Sec. E.3.3.  Differs: float32 sums, where the
+    released code has the weights' dtype.
+
+    Args:
+        alpha: Power of the input norms.
+        p: Norm of the weights: 0, or at least 1 (math.inf included).
+        axes: Which norms of the weights are used: ("in", "out"), ("in",) or ("out",).
+        join: `relative` (S1), `relative_to_sum` (S2), `plain` (S3) or `harmonic` (S4).
+        sampling: Draw the entries of the norms; None: all entries.
+
+    Returns:
+        The score, which needs `stats` unless alpha is 0, and a key with `sampling`.
     """
     if not axes or not set(axes) <= {"in", "out"}:
         raise ValueError(f"axes={axes}; allowed: ('in',), ('out',), ('in', 'out')")
@@ -286,7 +432,7 @@ def ria(
 
 @cache
 def ri() -> Score:
-    """|W| / |W_j:|_1 + |W| / |W_:k|_1.  Thesis: Thm (L2519).
+    """Score of RI: |W| / |W_j:|_1 + |W| / |W_:k|_1.  Thesis: Thm 6.3.5.
 
     >>> ri()(jnp.array([[1.0, -3.0]])).tolist()
     [[1.25, 1.75]]
@@ -296,11 +442,28 @@ def ri() -> Score:
 
 @cache
 def stoch_ria(beta: float = 0.1, alpha: float = 1.0, shared: bool = False) -> Score:
-    """RIA with the norms of sampled entries; its score wants a key.  Thesis: L2618; Differs: W12."""
+    """Score of RIA with norms of sampled entries.  Thesis: Sec. 6.3.5; Differs: W12.
+
+    Args:
+        beta: Share of the entries, 0 < beta <= 1.
+        alpha: Power of the input norms.
+        shared: Share one draw among all inputs and one among all outputs (`Sampling`).
+
+    Returns:
+        The score, which needs `stats` (unless alpha is 0) and a key.
+    """
     return ria(alpha=alpha, sampling=Sampling(beta, shared))
 
 
 def general_diagonal(A: Float[Array, "a i"], B: Float[Array, "o d"]) -> Score:
-    """|W| (|A_:j|_2 / |W_j:|_1 + |B_k:|_2 / |W_:k|_1) for any A [a, in] and B [out, d].  Thesis: Lemma (L2583); Differs: W6."""
+    """Score |W| (|A_:j|_2 / |W_j:|_1 + |B_k:|_2 / |W_:k|_1) for given A and B.  Thesis: Lemma 6.3.7; Differs: W6.
+
+    Args:
+        A: Matrix [a, in].
+        B: Matrix [out, d].
+
+    Returns:
+        The score.
+    """
     u, v = given(norm(A, 2.0, "out")), given(norm(B, 2.0, "in"))
     return score(ratio(weights(), u), ratio(weights(), v))

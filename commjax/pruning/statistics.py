@@ -1,15 +1,15 @@
-"""What pruning needs to know of a layer's activations: sums over calibration samples, taken in one pass.
+"""Statistics of a layer's activations: sums over calibration samples, computed in one pass.
 
-A layer computes y = x W with W [in, out].  A sample is a sequence of tokens, x_s [tokens, in].  Everything kept is a sum over
-samples, so that chunks, batches and devices merge by addition:
+A layer computes y = x W with W [in, out].  A sample is a sequence of tokens, x_s [tokens, in].  Every statistic is a
+sum over samples, so chunks, batches and devices merge by addition:
 
     stats = add(stats, of(x, y))        x [..., tokens, in]: every leading index is one whole sample
 
-Invariance.  The numbers of one sample are computed from that sample alone, by the same program whatever stands beside it, and
-sums over samples are kept as unevaluated pairs hi + lo (twice the digits of the dtype).  However the samples are split into batches,
-chunks and devices, and in whatever order they come, the sums agree to about 1e-14 of the sum of magnitudes in float32 and, rounded to
-float32, almost always bit for bit.  The same split in the same order gives the same bits.  A sample is never split: the variance
-is within samples.
+Invariance.  The numbers of a sample are computed from that sample alone, by the same program for every batch.  Sums
+over samples are kept as unevaluated pairs hi + lo (twice the digits of the dtype).  The split of the samples into
+batches, chunks and devices, and their order, change the sums by about 1e-14 of the sum of magnitudes in float32.  After
+rounding to float32 the sums are almost always the same bit for bit.  The same split in the same order gives the same
+bits.  A sample is never split, because the variance is taken within samples.
 """
 
 from functools import partial
@@ -25,27 +25,49 @@ Vector = Float[Array, "d"]
 
 
 class Sum(NamedTuple):
-    """An unevaluated sum hi + lo with |lo| at most half an ulp of hi."""
+    """An unevaluated sum hi + lo.
+
+    Attributes:
+        hi: The sum, rounded to the dtype.
+        lo: The rest; |lo| is at most half an ulp of hi.
+    """
 
     hi: Float[Array, "*d"]
     lo: Float[Array, "*d"]
 
 
 class Statistics(NamedTuple):
-    """Sums over samples s and tokens t; read them with the functions below."""
+    """Sums over samples s and tokens t; read them with the functions of this module.
+
+    Attributes:
+        samples: Number of samples.
+        tokens: Number of tokens of all samples.
+        x: [in], sum_st x_stj.
+        squares: [in], sum_st x_stj^2.
+        spread: [in], sum_st (x_stj - mean_t x_stj)^2, within samples.
+        outputs: [out], sum_st y_stk^2; None if the outputs were not given.
+        gram: [in, in], sum_st x_sti x_stj, a plain sum; None unless it was asked for.  Only the reconstruction error
+            needs it.
+    """
 
     samples: Int[Array, "*n"]
     tokens: Int[Array, "*n"]
-    x: Sum  # [in]   sum_st x_stj
-    squares: Sum  # [in]   sum_st x_stj^2
-    spread: Sum  # [in]   sum_st (x_stj - mean_t x_stj)^2, within samples
-    outputs: Sum | None  # [out]  sum_st y_stk^2
-    # [in, in]  sum_st x_sti x_stj, a plain sum: only the reconstruction error needs it
+    x: Sum
+    squares: Sum
+    spread: Sum
+    outputs: Sum | None
     gram: Float[Array, "*n i i"] | None
 
 
 def wide(*dtypes: Any) -> Any:
-    """The dtype to compute in: float64 if one of them is, else float32."""
+    """The dtype to compute in.
+
+    Args:
+        *dtypes: Dtypes of the operands.
+
+    Returns:
+        float64 if one of the dtypes is float64, else float32.
+    """
     return jnp.float64 if any(dtype == jnp.float64 for dtype in dtypes) else jnp.float32
 
 
@@ -60,7 +82,15 @@ def _plus(a: Sum, b: Sum) -> Sum:
 
 @jax.jit
 def add(a: Statistics, b: Statistics) -> Statistics:
-    """Statistics of the samples of both."""
+    """Merge two statistics.
+
+    Args:
+        a: Statistics of some samples.
+        b: Statistics of other samples of the same layer.
+
+    Returns:
+        Statistics of all samples.  `outputs` and `gram` are None unless both have them.
+    """
     sums = {name: _plus(getattr(a, name), getattr(b, name)) for name in ("x", "squares", "spread")}
     outputs = None if a.outputs is None or b.outputs is None else _plus(a.outputs, b.outputs)
     gram = None if a.gram is None or b.gram is None else a.gram + b.gram
@@ -72,13 +102,19 @@ def _zero(dtype, d: int) -> Sum:
 
 
 def of(x: Float[Array, "..."], y: Float[Array, "..."] | None = None, *, gram: bool = False) -> Statistics:
-    """Statistics of a batch: inputs x of a linear layer and, where output norms are wanted, its outputs y = x W.
-
-    At least float32 whatever the dtype of x.  `gram=True` adds x^T x, at the price of a matrix product.
+    """Statistics of one batch, computed in float32 or better.
 
     >>> stats = of(jnp.array([[3.0, 1.0, 0.0], [4.0, 0.0, 2.0]]))
     >>> input_norm(stats).tolist(), mean(stats).tolist(), variance(stats).tolist()
     ([5.0, 1.0, 2.0], [3.5, 0.5, 1.0], [0.25, 0.25, 1.0])
+
+    Args:
+        x: Inputs of a linear layer, [..., tokens, in].
+        y: Its outputs x W, [..., tokens, out], if output norms are needed.
+        gram: Also compute x^T x, which costs a matrix product.
+
+    Returns:
+        The statistics of the samples of the batch.
     """
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; allowed: [..., tokens, in] with at least one token")
@@ -122,7 +158,15 @@ def _of(x, y, gram):
 
 
 def over_devices(stats: Statistics, axis_name: str) -> Statistics:
-    """The sum over a mapped axis, on every device, with the digits of `add` (a psum of hi would lose them)."""
+    """Sum statistics over a mapped axis, with the precision of `add` (a psum of hi would lose digits).
+
+    Args:
+        stats: Statistics of this device.
+        axis_name: Name of the mapped axis.
+
+    Returns:
+        The statistics of all devices, the same on every device.
+    """
     gram = None if stats.gram is None else jax.lax.psum(stats.gram, axis_name)
     rows = jax.lax.all_gather(stats._replace(gram=None), axis_name)
     n = rows.samples.shape[0]
@@ -137,27 +181,66 @@ def _per(total: Sum, count: Int[Array, ""]) -> Vector:
 
 
 def input_norm(stats: Statistics) -> Vector:
-    """|X_:j|_2 / sqrt(samples): the square root of what the released code calls scaler_row."""
+    """Norm of each input: |X_:j|_2 / sqrt(samples), the square root of what the released code calls scaler_row.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The norms [in].
+    """
     return jnp.sqrt(_per(stats.squares, stats.samples))
 
 
 def output_norm(stats: Statistics) -> Vector:
-    """|Y_:k|_2 / sqrt(samples), the same for the outputs."""
+    """Norm of each output: |Y_:k|_2 / sqrt(samples).
+
+    Args:
+        stats: Statistics with outputs, made by of(x, y).
+
+    Returns:
+        The norms [out].
+    """
     if stats.outputs is None:
         raise ValueError("stats has no outputs; allowed: statistics made by of(x, y)")
     return jnp.sqrt(_per(stats.outputs, stats.samples))
 
 
 def input_sum(stats: Statistics) -> Vector:
-    """sum_t x_tj, mean over samples: tokens per sample times the mean.  DSnoT's error is in these units."""
+    """Sum of each input over the tokens of a sample, mean over samples.
+
+    DSnoT's error is in these units.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The sums [in].
+    """
     return _per(stats.x, stats.samples)
 
 
 def mean(stats: Statistics) -> Vector:
-    """E x_j over all tokens."""
+    """Mean of each input over all tokens.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The means [in].
+    """
     return _per(stats.x, stats.tokens)
 
 
 def variance(stats: Statistics) -> Vector:
-    """Mean over tokens of the biased variance within samples: not the pooled variance, as released."""
+    """Variance of each input: mean over tokens of the biased variance within samples.
+
+    This is not the pooled variance; the released code does the same.
+
+    Args:
+        stats: Statistics of the layer.
+
+    Returns:
+        The variances [in].
+    """
     return _per(stats.spread, stats.tokens)

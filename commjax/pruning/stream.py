@@ -1,10 +1,12 @@
-"""A model folder pruned into another one: in memory is one block, the one before it until it is written, and the activations.
+"""Prune a model folder into another one, with little memory.
 
-The work is done in `OUT.partial`, which takes the name OUT at the end.  Every finished block is a shard of its own, with its sha256
-in `manifest.json`.  To resume a run that was killed, call it again with the same arguments.  It continues after the last finished
-block: it recomputes the activations from the pruned blocks, so that they need no place on the disk, and ends with the same bits.
-Every byte of the source is hashed first, so that a run is never continued on another source.  A shard that was altered or lost since
-it was written is computed again, with the blocks after it.
+Memory holds one block, the block before it until it is written, and the activations.
+
+The work is done in `OUT.partial`, which is renamed to OUT at the end.  Every finished block is a shard of its own, with
+its sha256 in `manifest.json`.  To resume a run that was killed, call it again with the same arguments.  It continues
+after the last finished block and ends with the same bits: it recomputes the activations from the pruned blocks, so they
+are not stored on disk.  Every byte of the source is hashed first, so that a run is never continued on another source.
+A shard that was altered or lost since it was written is computed again, with the blocks after it.
 """
 
 import fcntl
@@ -37,7 +39,7 @@ from commjax.pruning.recipe import Recipe
 
 MANIFEST = "manifest.json"
 _FORMAT = "commjax-pruned-3"
-# What `export` calls a file or folder that is being written, and what safetensors calls one.
+# Names that `export` and safetensors give to a file or folder that is being written.
 _TORN = re.compile(r"\..+\.[0-9a-f]{8}|\.tmp[A-Za-z0-9]{6}")
 
 
@@ -55,23 +57,23 @@ def prune_folder(
     progress: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Layer, ...]:
-    """Prune the Hugging Face folder `source` into the new folder `out`, calibrated on `windows` of tokens.
+    """Prune the Hugging Face folder `source` into the new folder `out`, which transformers can load.
 
-    `out` loads in transformers as it is.  Everything is checked before any work: the source (names, shapes, NaN), the recipe,
-    the windows, that `out` is new.  What OWL asks for is known after a pass of the dense model, and checked before anything is
-    written.
+    Everything is checked before any work: the source (names, shapes, NaN), the recipe, the windows, and that `out` is
+    new.  OWL's sparsities are known after a pass of the dense model; they are checked before anything is written.
 
     Args:
         source: Model folder.
         out: New folder.
         windows: Tokens to calibrate on, [n, t].
         recipe: How to prune.
-        batch_size: Windows at a time.
-        progress: Show a progress bar, and say on stderr if finished blocks are computed again.
-        stop: Called before the first block and after each one.  If it returns True, the block is written and `Stopped` is
-            raised; another call with the same arguments continues.
+        batch_size: Windows per batch.
+        progress: Show a progress bar, and report on stderr if finished blocks are computed again.
+        stop: Called before the first block and after each one.  If it returns True, the block is written and `Stopped`
+            is raised; another call with the same arguments continues.
+
     Returns:
-        What became of every layer, as `manifest.json` has it.
+        The result of every layer, as `manifest.json` has it.
     """
     source, out = Path(source), Path(out)
     export.refuse_existing(out)
@@ -97,7 +99,14 @@ def prune_folder(
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """What `prune_folder` wrote beside the weights: recipe, calibration, source, every layer, and the sha256 of every file."""
+    """Read the manifest that `prune_folder` wrote beside the weights.
+
+    Args:
+        folder: Folder of a pruned model, or of an unfinished run.
+
+    Returns:
+        The recipe, the calibration, the source, every layer, and the sha256 of every file.
+    """
     path = Path(folder) / MANIFEST
     manifest = bounded.read_json(path)
     if not isinstance(manifest, dict):
@@ -106,15 +115,24 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
-    """The layers of a manifest, as `prune_folder` returned them."""
+    """The layers of a manifest, as `prune_folder` returned them.
+
+    Args:
+        manifest: The manifest.
+
+    Returns:
+        The result of every layer.
+    """
     return tuple(Layer(**one) for block in manifest["blocks"] for one in block)
 
 
 def _begin(
     partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], sparsities: Callable[[], list[float]]
 ) -> None:
-    """Make the folder of a new run."""
-    for torn in partial.parent.glob(f".{glob.escape(partial.name)}.*"):  # of a process killed just here
+    """Create the folder of a new run."""
+    for torn in partial.parent.glob(
+        f".{glob.escape(partial.name)}.*"
+    ):  # left by a process that was killed in this function
         if _TORN.fullmatch(torn.name) and torn.is_dir():
             shutil.rmtree(torn)
     if not partial.exists():
@@ -126,7 +144,7 @@ def _begin(
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Only one process writes a folder; the lock ends with the process, however it ends."""
+    """Hold a lock, so that one process writes the folder.  The lock ends with the process, even if it is killed."""
     handle = os.open(partial, os.O_RDONLY)
     try:
         try:
@@ -139,7 +157,7 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], progress: bool) -> dict[str, Any]:
-    """The manifest, without the blocks whose shards are not as they were written."""
+    """Read the manifest, without the blocks whose shards are not as they were written."""
     try:
         manifest = read_manifest(partial)
         _check_manifest(manifest)
@@ -151,7 +169,8 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
         if manifest.get(name) != value:
             there, here = _differing(manifest.get(name), value)
             raise ValueError(
-                f"{partial} is of another run: {name} is {there} there, {here} here; remove it, or choose another folder"
+                f"{partial} is of another run: {name} is {there} there, {here} here; remove it, or choose another "
+                "folder"
             )
     _remove_torn(partial)
     _forget_altered(partial, checkpoint, manifest, progress)
@@ -159,19 +178,19 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """ValueError unless the manifest is as it was written; one of another format is left to the comparison with this run."""
+    """Raise ValueError unless the manifest is as it was written.  `_resume` refuses a manifest of another format."""
     if manifest.get("format") == _FORMAT and manifest.get("sha256") != _sealed(manifest)["sha256"]:
         raise ValueError(f"{MANIFEST} is not as it was written: its sha256 is another")
 
 
 def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the sha256 of all else that it says."""
+    """The manifest with the sha256 of its other entries."""
     said = json.dumps({name: value for name, value in manifest.items() if name != "sha256"}, sort_keys=True)
     return manifest | {"sha256": hashlib.sha256(said.encode()).hexdigest()}
 
 
 def _differing(there: Any, here: Any) -> tuple[Any, Any]:
-    """Of two objects only the entries that differ."""
+    """Reduce two dictionaries to the entries that differ."""
     if not isinstance(there, dict) or not isinstance(here, dict):
         return there, here
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
@@ -179,24 +198,28 @@ def _differing(there: Any, here: Any) -> tuple[Any, Any]:
 
 
 def _remove_torn(partial: Path) -> None:
-    """Remove what a killed process was writing."""
+    """Remove the files that a killed process was writing."""
     for torn in partial.glob(".*"):
         if _TORN.fullmatch(torn.name) and torn.is_file():
             torn.unlink()
 
 
 def _forget_altered(partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], progress: bool) -> None:
-    """Drop the blocks from the first whose shard is not as it was written: they are computed again, to the same bits."""
+    """Drop the first block whose shard is not as it was written, and all blocks after it.
+
+    They are computed again, with the same bits.
+    """
     shards = [_shard(checkpoint, number) for number in range(len(manifest["blocks"]) + 1)]
     good = [_sha256(partial / file) == manifest["files"].get(file, "none") for file in shards]
     if not good[0]:
-        manifest["files"].pop(shards[0], None)  # written again from the source
+        manifest["files"].pop(shards[0], None)  # it is written again from the source
     if all(good[1:]):
         return
     first = good[1:].index(False)
     if progress:
         print(
-            f"{partial / shards[first + 1]} is not as it was written: block {first} and those after it are computed again",
+            f"{partial / shards[first + 1]} is not as it was written: block {first} and those after it are computed "
+            "again",
             file=sys.stderr,
         )
     del manifest["blocks"][first:]
@@ -211,7 +234,7 @@ def _sparsities(checkpoint: Checkpoint, windows: Windows, recipe: Recipe, batch_
 
 
 class _Job(NamedTuple):
-    """What a run was called with."""
+    """Arguments of a run."""
 
     partial: Path
     checkpoint: Checkpoint
@@ -273,7 +296,7 @@ def _finish(
     block: Layers,
     found: tuple[Layer, ...],
 ) -> None:
-    """The shard first: what the manifest says is there."""
+    """Write the shard of a block, then the manifest: what the manifest lists exists."""
     tensors = names.block_tensors(checkpoint.model, number, block)
     manifest["blocks"].append([one._asdict() for one in found])
     _write(partial, checkpoint, manifest, number + 1, tensors)
@@ -282,18 +305,17 @@ def _finish(
 def _write(
     partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], number: int, tensors: dict[str, np.ndarray]
 ) -> None:
-    """A shard, then the manifest with its sha256."""
+    """Write a shard, then the manifest with its sha256."""
     file = _shard(checkpoint, number)
     manifest["files"] = dict(sorted({**manifest["files"], file: export.write_tensors(partial / file, tensors)}.items()))
     export.write_json(partial / MANIFEST, _sealed(manifest))
 
 
 def _end(partial: Path, checkpoint: Checkpoint) -> None:
-    """The index; then the folder is read as anybody will."""
+    """Write the index, then open the folder as a user would."""
     _remove_torn(partial)
-    export.copy_beside(
-        checkpoint.folder, partial, omit=(MANIFEST,)
-    )  # again: these files have no sha256 in the manifest
+    # Copied again, because the manifest has no sha256 of these files.
+    export.copy_beside(checkpoint.folder, partial, omit=(MANIFEST,))
     files = {name: _shard(checkpoint, 0) for name in _names(checkpoint, None)}
     for number in range(checkpoint.model.config.num_hidden_layers):
         files |= {name: _shard(checkpoint, number + 1) for name in _names(checkpoint, number)}
@@ -302,18 +324,18 @@ def _end(partial: Path, checkpoint: Checkpoint) -> None:
 
 
 def _bytes(path: Path) -> int:
-    """Of the tensors: what comes after the header, whose length comes first."""
+    """Bytes of the tensors of a file.  The header precedes them, and its length is in the first 8 bytes."""
     with open(path, "rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def _shard(checkpoint: Checkpoint, number: int) -> str:
-    """Shard 0 is what is outside of the blocks."""
+    """File name of a shard.  Shard 0 has the tensors outside of the blocks."""
     return f"model-{number + 1:05d}-of-{checkpoint.model.config.num_hidden_layers + 1:05d}.safetensors"
 
 
 def _names(checkpoint: Checkpoint, block: int | None) -> Iterable[str]:
-    """The tensors of a block, or of what is outside of the blocks."""
+    """Names of the tensors of a block; None: of those outside of the blocks."""
     model = checkpoint.model
     if block is None:
         return names.leaves(model.outer_shapes, model.outer_prefixes)
@@ -331,13 +353,13 @@ def _read_shard(checkpoint: Checkpoint, partial: Path, number: int) -> Layers:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """The sha256 of config.json and of every file of weights: every byte of them."""
+    """sha256 of config.json and of every file of weights."""
     files = {checkpoint.folder / "config.json", *(path for path, _ in checkpoint.tensors.values())}
     return {path.name: _sha256(path) for path in sorted(files)}
 
 
 def _sha256(path: Path) -> str | None:
-    """Of a file, read in pieces; None if it is not there."""
+    """sha256 of a file, read in pieces; None if there is no such file."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

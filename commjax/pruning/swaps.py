@@ -1,9 +1,10 @@
-"""The loop of DSnoT: one `while_loop` in which every output swaps one pruned input for a kept one, until it is done.
+"""The loop of DSnoT: in every cycle each output swaps one pruned input for a kept one, until it is done.
 
-The released code sorts the inputs of every output twice.  Few of them are ever asked for, so here a tournament finds the next
-one: the inputs are cut into chunks of about sqrt(in), the best of every chunk is known, and taking a candidate means looking at one
-chunk.  Candidates are taken best first, so the latest one taken says which were: no list of swaps is kept.  `in_blocks` runs the
-loop over so many outputs at a time that their keys stay in cache, and a block is done when its own outputs are.
+The released code sorts the inputs of every output twice, but few of them are ever needed.  A tournament finds the next
+candidate instead.  The inputs are cut into chunks, the best key of every chunk is known, and taking a candidate reads
+one chunk.  Candidates are taken best first, so the latest candidate taken determines all earlier ones, and no list of
+swaps is kept.  `in_blocks` runs the loop over so many outputs that their keys stay in cache.  A block ends when all its
+outputs are done.
 """
 
 from collections.abc import Callable
@@ -19,29 +20,46 @@ Matrix = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
 
 _INT = {4: jnp.int32, 8: jnp.int64}
-_CHUNK = 16  # inputs looked at to take one candidate, beside one number for every chunk
-_BLOCK = 256  # outputs at a time
+_CHUNK = 16  # inputs of a chunk: taking a candidate reads one chunk, and one number of every chunk
+_BLOCK = 256  # outputs of a block
 
 
 class _Queue(NamedTuple):
-    """Candidates of either sign, best first; [0] positive, [1] negative.  What was taken is known by the latest one."""
+    """Candidates of either sign, best first; index 0 is positive, index 1 is negative.
 
-    best: Int[Array, "2 n o"]  # the largest key left in every chunk
-    key: Int[Array, "2 o"]  # of the latest one taken
+    Attributes:
+        best: Largest key left in every chunk.
+        key: Key of the latest candidate taken.
+        index: Input of the latest candidate taken.
+    """
+
+    best: Int[Array, "2 n o"]
+    key: Int[Array, "2 o"]
     index: Int[Array, "2 o"]
 
 
 class _Carry(NamedTuple):
+    """State of the loop.
+
+    Attributes:
+        cycle: Number of finished cycles.
+        error: Expected error of each output.
+        active: Outputs that are not done.
+        grow: Candidates to grow.
+        prune: A `_Queue` of candidates to prune; None with a pattern.
+        mask: Present mask, with a pattern only.
+    """
+
     cycle: Int[Array, ""]
     error: Float[Array, "o"]
     active: Bool[Array, "o"]
     grow: _Queue
-    prune: Any  # _Queue; None with a pattern
-    mask: Mask | None  # with a pattern
+    prune: Any
+    mask: Mask | None
 
 
 def _ordered(a: Matrix) -> Int[Array, "i o"]:
-    """|a| as integers of the same order"""
+    """|a| as integers in the same order."""
     kind = _INT[a.dtype.itemsize]
     return jax.lax.bitcast_convert_type(a, kind) & jnp.iinfo(kind).max
 
@@ -61,7 +79,7 @@ def _iota(shape):
 
 
 def _first(mask, way=None):
-    """The first position along axis 0 where mask is True, which it is somewhere; where `way` [o] is -1, the last"""
+    """First position along axis 0 where mask is True; the last one where `way` [o] is -1.  There must be one."""
     positions = _iota(mask.shape) if way is None else way[None] * _iota(mask.shape)
     found = jnp.min(jnp.where(mask, positions, mask.shape[0] - 1), axis=0)
     return found if way is None else way * found
@@ -69,13 +87,14 @@ def _first(mask, way=None):
 
 def _chunk(keys, chunk):
     rows = jnp.take_along_axis(keys, chunk[None, None], axis=0, mode="clip")[0]
-    return jax.lax.optimization_barrier(rows)  # or the gather is done again for every use
+    return jax.lax.optimization_barrier(rows)  # otherwise every use repeats the gather
 
 
 def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], *, from_end: bool = False):
-    """(found, index, the queue after it): for every output its best candidate of one sign, the first among equals.
+    """Take the best candidate of one sign for every output, the first among equals.
 
-    `from_end`: the last among equals of positive sign, as a sorted list gives them that is read from its end.
+    `from_end`: among equals of positive sign take the last, as if a sorted list were read from its end.  Returns
+    (whether there is one, its input, the queue after it).
     """
     size = keys.shape[1]
     way = jnp.where(positive, jnp.int32(-1), jnp.int32(1)) if from_end else None
@@ -106,7 +125,7 @@ def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], 
 
 
 def _taken(keys: Int[Array, "n c o"], queue: _Queue, inputs: int, *, from_end: bool = False) -> Mask:
-    """Which candidates were taken: those before the latest of their sign, and that one."""
+    """Mask of the candidates that were taken: for each sign, the latest one and those before it."""
     flat = keys.reshape(-1, keys.shape[-1])[:inputs]
     place = _iota(flat.shape)
     (up, down), (up_index, down_index) = queue.key, queue.index
@@ -127,34 +146,53 @@ def swaps(
     m: int | None,
     same_sign: bool,
 ) -> Mask:
-    r"""The mask after at most `cycles` swaps in every output.
+    """Run at most `cycles` swaps in every output.
 
         contribution_j = W_j sums_j, error = sum over the pruned of contribution
         g = argmax of |grow| over the pruned where grow has the sign of error
         p = argmin of prune over the kept where contribution has the other sign; with m, over the kept of g's group of m
         error <- error + contribution_p - contribution_g
 
-    A weight moves once at most.  Among equals the first input wins; among the g of a positive error the last, because the released
-    code reads its sorted list from the end.  An output is done when |error| <= threshold before the swap; with
-    `same_sign`, when the swap would leave the sign of the first error; when there is no g or no p.  With m, a g whose group has no p
-    left is passed over.
+    A weight moves at most once.  Among equals the first input wins.  Only among the g of a positive error the last
+    wins, because the released code reads its sorted list from the end.  With m, a g whose group has no p left is
+    skipped.  An output is done if
+
+    - |error| <= threshold before the swap,
+    - `same_sign` is set and the error after the swap would not have the sign of the first error, or
+    - there is no g, or (without m) no p.
+
+    Args:
+        mask: Mask before the swaps [in, out].
+        W: Dense weights [in, out].
+        sums: Sum of each input over the tokens of a sample [in].
+        grow: Grow scores with sign [in, out].
+        prune: Prune scores [in, out].
+        threshold: Error at which an output is done.
+        cycles: Largest number of swaps of an output.
+        m: Size of a group of an n:m pattern; None: no pattern.
+        same_sign: Whether an output is done when its error would change sign.
+
+    Returns:
+        The mask after the swaps [in, out].
     """
     inputs, outputs = mask.shape
     kind, contribution = _INT[grow.dtype.itemsize], W * sums[:, None]
     grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
-    # The least is the best; for a positive error those of negative contribution, in a group of m all.
+    # The candidate of least prune score is the best.  For a positive error the contribution must be negative; in a
+    # group of m all kept weights are candidates.
     side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
     prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
-    grow_keys, prune_keys = tree.once((grow_keys, prune_keys))  # each key is compared with the latest one taken
+    # Computed once, because each key is compared with the key of the latest candidate taken.
+    grow_keys, prune_keys = tree.once((grow_keys, prune_keys))
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
     out = jnp.arange(outputs)
 
     def at(index):
-        # From W, so that no matrix of contributions is written to memory.
+        # Computed from W, so that no matrix of contributions is written to memory.
         return jnp.take_along_axis(W, index[None], axis=0, mode="clip")[0] * sums[index]
 
     def least_of_group(g, mask):
-        """Of those that are kept now and were kept at first."""
+        """The best p in the group of g, among the inputs that are kept now and were kept at first."""
         chunk = g // m
         rows = jnp.where(_chunk(mask.reshape(prune_keys.shape), chunk), _chunk(prune_keys, chunk), 0)
         most = jnp.max(rows, axis=0)
@@ -175,7 +213,7 @@ def swaps(
             active &= ~has_p | (jnp.sign(after) == jnp.sign(first_error))
         swap = active & has_p
         error = jnp.where(swap, after, error)
-        if mask is None:  # what is taken is swapped, or the output is done
+        if mask is None:  # a candidate that was taken is swapped, or its output is done
             return _Carry(t + 1, error, active, _where(swap, grow_after, grow), _where(swap, prune_after, prune), None)
         mask = mask.at[jnp.where(swap, g, inputs), out].set(True, mode="drop")
         mask = mask.at[jnp.where(swap, p, inputs), out].set(False, mode="drop")
@@ -197,19 +235,27 @@ def swaps(
 
 
 def _where(swap: Bool[Array, "o"], after: _Queue, before: _Queue) -> _Queue:
-    """The latest one taken, where it is swapped; the chunks of the others nobody reads again."""
+    """Keep the latest candidate taken where it is swapped.  The chunks of the other outputs are never read again."""
     key, index = (jnp.where(swap[None], a, b) for a, b in zip(after[1:], before[1:]))
     return _Queue(after.best, key, index)
 
 
 def in_blocks(function: Callable[..., Mask], *matrices: Array) -> Mask:
-    """function(*matrices), computed for some outputs at a time; each matrix is [in, out]."""
+    """Compute function(*matrices) for at most `_BLOCK` outputs at a time.
+
+    Args:
+        function: Maps matrices [in, o] to a mask [in, o], each output independently of the others.
+        *matrices: Matrices [in, out], which are cut along the outputs.
+
+    Returns:
+        The mask [in, out].
+    """
     outputs = matrices[0].shape[1]
     number = -(-outputs // _BLOCK)
     size = -(-outputs // number)
     if number == 1:
         return function(*matrices)
-    # Outputs that are padded have no weights, no error, and nothing to do.
+    # Padded outputs have no weights and no error, so they are done at once.
     padded = [jnp.pad(a, ((0, 0), (0, number * size - outputs))) for a in matrices]
 
     def block(start):

@@ -1,10 +1,10 @@
-"""Zero-shot accuracy: of several continuations of a text the model picks the likeliest, as lm-eval scores it.
+"""Zero-shot accuracy: among several continuations of a text the model chooses the likeliest, scored as in lm-eval.
 
     score = scorer(*llm.load(folder), tokens.load(folder))
     accuracy(score, read(path, arc))        local files, without lm-eval
     template_lm(...)                        the same model for lm-eval's own tasks
 
-Thesis: L2797, table L2825.  The tasks are worded as in lm-eval 0.4.
+Thesis: Sec. 6.4.3, Table 6.6.  The tasks are worded as in lm-eval 0.4.
 """
 
 import json
@@ -24,25 +24,37 @@ from commjax.llm.base import Hidden, Layers, Model, Params
 from commjax.llm.tokens import Tokenizer
 from commjax.pruning.model import advance, embed
 
-# Positions whose logits are held at once.
-_POSITIONS = 512
-_SHORTEST = 32  # tokens; batches are padded to this times a power of two, so that few shapes are compiled
+_POSITIONS = 512  # positions whose logits are held at once
+_SHORTEST = 32  # batches are padded to this number of tokens times a power of two, so that few shapes are compiled
 
-Pair = tuple[list[int], list[int]]  # tokens of a context, tokens that continue it
-Likelihood = tuple[float, bool]  # log p(continuation | context) in nats; is it what greedy decoding gives?
+Pair = tuple[list[int], list[int]]  # tokens of a context, tokens of its continuation
+Likelihood = tuple[float, bool]  # log p(continuation | context) in nats, whether greedy decoding gives it
 
 
 class Question(NamedTuple):
-    """Texts, how each continues, and which of them is right."""
+    """A multiple-choice question.
+
+    Attributes:
+        contexts: Text before each continuation.
+        continuations: The continuations to choose from.
+        lengths: Length of each option in characters, for the normalised accuracy.
+        answer: Number of the right continuation.
+    """
 
     contexts: tuple[str, ...]
     continuations: tuple[str, ...]
-    lengths: tuple[int, ...]  # in characters, for the normalised accuracy
+    lengths: tuple[int, ...]
     answer: int
 
 
 class Accuracy(NamedTuple):
-    """Shares of questions answered right: by likelihood, and by likelihood per character of the answer."""
+    """Shares of questions that were answered right.
+
+    Attributes:
+        acc: Share, when the likeliest continuation is chosen.
+        acc_norm: Share, when the continuation of largest log-likelihood per character is chosen.
+        count: Number of questions.
+    """
 
     acc: float
     acc_norm: float
@@ -62,10 +74,18 @@ class Accuracy(NamedTuple):
 
 
 def choices(context: str, options: Sequence[str], answer: int) -> Question:
-    """A question whose options follow a space.
+    """Make a question with one context, whose options follow a space.
 
     >>> choices("1 + 1 =", ["2", "eleven"], 0).continuations
     (' 2', ' eleven')
+
+    Args:
+        context: Text before the options.
+        options: The options.
+        answer: Number of the right option.
+
+    Returns:
+        The question.
     """
     if not 0 <= answer < len(options):
         raise ValueError(f"answer={answer}; allowed: 0 to {len(options) - 1}, an option")
@@ -74,30 +94,79 @@ def choices(context: str, options: Sequence[str], answer: int) -> Question:
 
 
 def arc(line: dict[str, Any]) -> Question:
-    """ARC, easy or challenge."""
+    """A question of ARC, easy or challenge.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     return choices(f"Question: {line['question']}\nAnswer:", line["choices"], line["label"])
 
 
 def openbookqa(line: dict[str, Any]) -> Question:
+    """A question of OpenBookQA.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     return choices(line["question"], line["choices"], line["label"])
 
 
 def hellaswag(line: dict[str, Any]) -> Question:
-    """Differs from lm-eval's: the local file has the context cleaned already, and its second half in lower case."""
+    """A question of HellaSwag.
+
+    Differs from lm-eval's: the local file has the context cleaned already, and its second half in lower case.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     return choices(line["ctx"], line["endings"], line["label"])
 
 
 def boolq(line: dict[str, Any]) -> Question:
+    """A question of BoolQ.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     return choices(f"{line['passage']}\nQuestion: {line['question']}?\nAnswer:", ["no", "yes"], int(line["label"]))
 
 
 def rte(line: dict[str, Any]) -> Question:
+    """A question of RTE.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     text = f"{line['premise']}\nQuestion: {line['hypothesis']} True or False?\nAnswer:"
     return choices(text, ["True", "False"], ["entailment", "not_entailment"].index(line["label"]))
 
 
 def winogrande(line: dict[str, Any]) -> Question:
-    """The options differ in the context, the continuation is one: the rest of the sentence."""
+    """A question of WinoGrande.
+
+    The options are part of the context.  The continuation is the same for both: the rest of the sentence.
+
+    Args:
+        line: One object of the .jsonl file.
+
+    Returns:
+        The question.
+    """
     before, _, after = line["sentence"].partition("_")
     contexts = (before + line["option1"], before + line["option2"])
     return Question(contexts, (f" {after.strip()}",) * 2, tuple(map(len, contexts)), int(line["answer"]) - 1)
@@ -106,9 +175,18 @@ def winogrande(line: dict[str, Any]) -> Question:
 def read(
     path: str | os.PathLike, task: Callable[[dict[str, Any]], Question], limit: int | None = None
 ) -> list[Question]:
-    """The questions of a .jsonl file, plain or packed; the first `limit` of them."""
+    """Read the questions of a .jsonl file.
+
+    Args:
+        path: The file, plain or packed.
+        task: Makes a question of one object, such as `arc`.
+        limit: Read the first `limit` questions only.
+
+    Returns:
+        The questions.
+    """
     found, lines = [], bounded.text(path).split("\n")
-    # Not splitlines: U+2028 and U+0085 may stand in a JSON text.
+    # splitlines would also split at U+2028 and U+0085, which a JSON text may contain.
     for number, line in [pair for pair in enumerate(lines, 1) if pair[1].strip()][:limit]:
         try:
             found.append(task(json.loads(line)))
@@ -123,7 +201,17 @@ def read(
 def scorer(
     model: Model, params: Params, tokenizer: Tokenizer, *, batch_size: int = 8
 ) -> Callable[[Sequence[tuple[str, str]]], list[Likelihood]]:
-    """A function from (context, continuation) pairs to their likelihoods."""
+    """Make a function that scores texts with a model.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        tokenizer: Its tokenizer.
+        batch_size: Pairs per batch.
+
+    Returns:
+        A function from (context, continuation) pairs to their likelihoods.
+    """
 
     def score(pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         return likelihoods(model, params, [encode_pair(tokenizer, *pair) for pair in pairs], batch_size=batch_size)
@@ -132,17 +220,35 @@ def scorer(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """Both encoded together and cut where the context ends; its last spaces belong to the continuation, as in lm-eval."""
+    """Encode context and continuation together, and split the tokens where the context ends.
+
+    The last spaces of the context belong to the continuation, as in lm-eval.
+
+    Args:
+        tokenizer: The tokenizer.
+        context: Text before the continuation.
+        continuation: The continuation.
+
+    Returns:
+        The tokens of the context, and those of the continuation.
+    """
     kept = context.rstrip()
     begin = tokenizer.encode(kept)
     return begin, tokenizer.encode(context + continuation)[len(begin) :]
 
 
 def accuracy(score: Callable[[Sequence[tuple[str, str]]], list[Likelihood]], questions: Sequence[Question]) -> Accuracy:
-    """lm-eval's acc and acc_norm; the first option wins among equals.
+    """Compute lm-eval's acc and acc_norm; the first option wins among equals.
 
     >>> accuracy(lambda pairs: [(-float(len(text)), True) for _, text in pairs], [choices("", ["a", "bcd"], 0)])
     Accuracy(acc=1.0, acc_norm=0.0, count=1)
+
+    Args:
+        score: Function from (context, continuation) pairs to their likelihoods, as `scorer` makes it.
+        questions: The questions, at least one.
+
+    Returns:
+        The accuracies.
     """
     if not questions:
         raise ValueError("questions is empty; allowed: at least one")
@@ -157,9 +263,18 @@ def accuracy(score: Callable[[Sequence[tuple[str, str]]], list[Likelihood]], que
 
 
 def likelihoods(model: Model, params: Params, pairs: Sequence[Pair], *, batch_size: int = 8) -> list[Likelihood]:
-    """log p(continuation | context), and whether every token of it is the likeliest.
+    """Compute log p(continuation | context) of every pair, and whether greedy decoding gives the continuation.
 
-    Of a pair that is too long the first tokens are dropped.  Batches hold pairs of like length.
+    The first tokens of a pair that is too long are dropped.  Batches hold pairs of similar length.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        pairs: Tokens of contexts and continuations.
+        batch_size: Pairs per batch.
+
+    Returns:
+        For every pair, the log-likelihood in nats, and whether every token of the continuation is the likeliest one.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
@@ -176,7 +291,7 @@ def likelihoods(model: Model, params: Params, pairs: Sequence[Pair], *, batch_si
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         length = min(most, _rounded(max(len(whole[i]) for i in rows) - 1))
-        windows = np.zeros((batch_size, length + 1), np.int32)  # on the right padding changes nothing
+        windows = np.zeros((batch_size, length + 1), np.int32)  # padding on the right changes nothing
         for row, i in enumerate(rows):
             windows[row, : len(whole[i])] = whole[i]
         logs, greedy = _score(model, params, windows, batch_size)
@@ -212,10 +327,21 @@ def _tokens(head, outer: Layers, h: Hidden, targets: Int[Array, "b t"]):
 
 
 def template_lm(model: Model, params: Params, tokenizer: Tokenizer, *, eot: int = 2, batch_size: int = 8) -> Any:
-    """The model as lm-eval's `TemplateLM`: `lm_eval.simple_evaluate(model=template_lm(...), tasks=[...])`, without torch.
+    """The model as lm-eval's `TemplateLM`, without torch.
 
-    Likelihoods only; a task that generates text is refused.  `eot` is the token that stands before a text where the
-    tokenizer has no first token of its own.
+        lm_eval.simple_evaluate(model=template_lm(...), tasks=[...])
+
+    It computes likelihoods only; a task that generates text is refused.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        tokenizer: Its tokenizer.
+        eot: Token that precedes a text if the tokenizer has no first token of its own.
+        batch_size: Pairs per batch.
+
+    Returns:
+        An instance of a subclass of `lm_eval.api.model.TemplateLM`.
     """
     try:
         from lm_eval import utils

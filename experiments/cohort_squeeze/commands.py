@@ -1,19 +1,23 @@
 """Cohort-Squeeze: the figures of the thesis's Chapter 5 on logistic regression.
 
-    python -m experiments.cohort_squeeze cost            total cost TK against K for several gamma, SPPM-SS and LocalGD, all targets
-    python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1, the cohort under one hub or spread
+    python -m experiments.cohort_squeeze cost            total cost TK against K for several gamma, SPPM-SS and LocalGD
+    python -m experiments.cohort_squeeze hierarchical    the same runs at c1 = 0.1 and 0.05, c2 = 1, one hub or several
     python -m experiments.cohort_squeeze solvers         the prox by six solvers: iterations, evaluations, bits
     python -m experiments.cohort_squeeze epsilon         least cost of both methods against the accuracy
-    python -m experiments.cohort_squeeze recommended     what `commjax.algorithms.recommend` predicts, what its choice costs by the ledger
+    python -m experiments.cohort_squeeze recommended     predictions of `recommend`, and what its choice costs
     python -m experiments.cohort_squeeze samplings       measured neighbourhoods of four samplings beside their bounds
     python -m experiments.cohort_squeeze stepsizes       speed against neighbourhood for gamma from 1e-3 to 1e5
-    python -m experiments.cohort_squeeze baselines       SPPM-SS against MB-GD and MB-LocalGD at their theoretical stepsizes
+    python -m experiments.cohort_squeeze baselines       SPPM-SS against MB-GD and MB-LocalGD at theoretical stepsizes
     python -m experiments.cohort_squeeze clusters        t-SNE picture of the clients' clusters
-    python -m experiments.cohort_squeeze networks        cost to target accuracies, 100 clients (`cohort_squeeze_networks`)
+    python -m experiments.cohort_squeeze networks        cost to target accuracies, 100 clients
     python -m experiments.cohort_squeeze network-solvers the prox of a network by federated solvers
 
-LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --clusters 5 --per-cluster 4` needs neither.
-Clients: k-means on the rows' features, each cluster cut into equal parts; a cohort is one client of each cluster.
+`cost` and `hierarchical` tabulate all targets.  `recommended` runs `commjax.algorithms.recommend`, and its costs are
+those that the run counted.  The last two commands are in `experiments.cohort_squeeze.networks`.
+
+LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --clusters 5 --per-cluster 4` needs
+neither. Clients: k-means on the rows' features, each cluster cut into equal parts; a cohort is one client of each
+cluster.
 """
 
 from dataclasses import replace
@@ -48,12 +52,13 @@ from experiments.cohort_squeeze.samplings import baselines, clusters, compare_sa
 
 
 def targets(found: Grid, settings: Settings) -> dict[str, float]:
+    """Label -> target |x - x*|^2: the absolute targets, and the relative ones times |x^0 - x*|^2."""
     named = {f"{value:g}": value for value in settings.absolute}
     return named | {f"{value:g} |x0-x*|^2": value * found.start for value in settings.relative}
 
 
 def cheapest(found: Grid, target: float, c1: float, c2: float, topology: str = "one hub") -> dict[str, Any]:
-    """The cheapest setting of SPPM-SS by both counts."""
+    """The cheapest setting of SPPM-SS by both counts (`costs`): its cost, gamma and K."""
     row: dict[str, Any] = {}
     for count in ("iterations", "evaluations"):
         ours, _ = costs(found, target, c1, c2, count, topology)
@@ -64,6 +69,7 @@ def cheapest(found: Grid, target: float, c1: float, c2: float, topology: str = "
 
 
 def cost_rows(name: str, found: Grid, settings: Settings, c1: float, c2: float, topology: str = "flat") -> list[dict]:
+    """One row per target: the cheapest settings of SPPM-SS and of LocalGD."""
     rows = []
     for label, target in targets(found, settings).items():
         row: dict[str, Any] = {"dataset": name, "target": label, "value": target, "c1": c1, "c2": c2, "hubs": topology}
@@ -80,23 +86,31 @@ def cost_rows(name: str, found: Grid, settings: Settings, c1: float, c2: float, 
 
 
 def show(rows: list[dict]) -> str:
+    """The rows of `cost_rows` as text."""
+
     def cell(row, key, pattern):
         return format(row[key], pattern) if row.get(key) is not None else "-"
 
     lines = [
-        f"{'data set':13} {'target |x-x*|^2':>18} {'c1':>5} {'c2':>3} {'hubs':>8} | {'SPPM-SS, iterations (gamma, K)':>31} | {'evaluations (gamma, K)':>25} | {'LocalGD (stepsize, steps)':>27} | at stepsize 0.1 | evaluations, from the ledger of a run with hubs"
+        f"{'data set':13} {'target |x-x*|^2':>18} {'c1':>5} {'c2':>3} {'hubs':>8} | "
+        f"{'SPPM-SS, iterations (gamma, K)':>31} | {'evaluations (gamma, K)':>25} | "
+        f"{'LocalGD (stepsize, steps)':>27} | at stepsize 0.1 | "
+        "evaluations, from the ledger of a run with hubs"
     ]
     for r in rows:
         ours = f"{cell(r, 'iterations', '.1f')} ({cell(r, 'iterations_gamma', 'g')}, {cell(r, 'iterations_K', 'd')})"
         true = f"{cell(r, 'evaluations', '.1f')} ({cell(r, 'evaluations_gamma', 'g')}, {cell(r, 'evaluations_K', 'd')})"
         local = f"{cell(r, 'localgd', '.1f')} ({cell(r, 'localgd_stepsize', '.3g')}, {cell(r, 'localgd_steps', 'd')})"
         lines.append(
-            f"{r['dataset']:13} {r['target']:>18} {r['c1']:5g} {r['c2']:3g} {r['hubs']:>8} | {ours:>31} | {true:>25} | {local:>27} | {cell(r, 'localgd_at_0.1', '.1f'):>15} | {cell(r, 'ledger', '.1f')}"
+            f"{r['dataset']:13} {r['target']:>18} {r['c1']:5g} {r['c2']:3g} {r['hubs']:>8} | "
+            f"{ours:>31} | {true:>25} | {local:>27} | "
+            f"{cell(r, 'localgd_at_0.1', '.1f'):>15} | {cell(r, 'ledger', '.1f')}"
         )
     return "\n".join(lines)
 
 
 def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, c2: float) -> None:
+    """Draw the cost against K, one curve per gamma, and LocalGD's least cost."""
     ours, local = costs(found, target, c1, c2, "iterations")
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings.gammas)))
     K = np.arange(1, settings.most_local + 1)
@@ -114,7 +128,7 @@ def cost_panel(axes, found: Grid, target: float, settings: Settings, c1: float, 
 
 
 def cost(settings: Settings) -> list[dict]:
-    """Figs. L1960, L2240 and L4935: cost TK to a target, counted as iterations and as evaluations."""
+    """Figs. 5.1, 5.2 (a) and D.3: cost TK to a target, counted as iterations and as evaluations."""
     rows: list[dict] = []
     figure, axes = plt.subplots(
         1,
@@ -136,15 +150,18 @@ def cost(settings: Settings) -> list[dict]:
 
 
 def hierarchical(settings: Settings) -> list[dict]:
-    """Figs. L2253 and L5000: the runs of `cost` priced with hubs, c2 = 1, against LocalGD's (c1 + c2) T.
+    """Figs. 5.2 (d) and D.5: the cost of the runs of `cost` with hubs, c2 = 1, against LocalGD's (c1 + c2) T.
 
-    "one hub": the cohort lies under one hub, (c1 K + c2) T as in the thesis.  "spread": its clients have different hubs, as when
-    hubs are the clusters of stratified sampling; then the server takes part in every aggregation, (c1 + c2) K T.  For the first
-    target the cheapest setting is run again with these hubs, and priced by what its ledger counted.
+    "one hub": the whole cohort is under one hub, (c1 K + c2) T as in the thesis.  "spread": its clients have different
+    hubs, as when hubs are the clusters of stratified sampling; then the server takes part in every aggregation, (c1 +
+    c2) K T.  For the first target the cheapest setting is run again with these hubs, and its cost is computed from the
+    metrics of that run.
     """
     rows: list[dict] = []
     size = (2.6 * len(settings.hubs) + 0.6, 2.4 * len(settings.datasets))
-    figure, axes = plt.subplots(len(settings.datasets), len(settings.hubs), figsize=size, squeeze=False, layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        len(settings.datasets), len(settings.hubs), figsize=size, squeeze=False, layout="constrained"
+    )
     for line, name in zip(axes, settings.datasets):
         found = grid(problem(name, settings), settings)
         for panel, c1 in zip(line, settings.hubs):
@@ -165,7 +182,10 @@ def hierarchical(settings: Settings) -> list[dict]:
 
 
 def by_solver(settings: Settings) -> list[dict]:
-    """Fig. L4950: the prox by other solvers, each at its best gamma for every K; the price in bits beside the two counts."""
+    """Figs. 5.2 (b) and D.3: the prox by other solvers, each at its best gamma for every K.
+
+    The table has the bits beside the two counts.
+    """
     rows: list[dict] = []
     names, target = ("bfgs", "cg", "lbfgs", "agd", "gd", "aicn"), settings.absolute[0]
     size = (6.2, 2.4 * len(settings.datasets) + 0.2)
@@ -193,16 +213,25 @@ def by_solver(settings: Settings) -> list[dict]:
         if np.isfinite(local).any():
             for axis in axes:
                 axis.axhline(np.nanmin(local), color="#D55E00", linestyle="--", linewidth=1, label="LocalGD, tuned")
-            # as in SPPM-AS: float64 vectors of the cohort's share of clients, one up a round
+            # As in SPPM-AS, the mean over clients: each client of a cohort uploads one float64 vector per round.
             spent, share = float(np.nanmin(local)), settings.clusters / len(one.rows)
-            rows.append({"dataset": name, "solver": "LocalGD, tuned", "target": target, "iterations": spent, "evaluations": spent,
-                         "kilobits": spent * 64 * len(one.optimum) * share / 1e3})  # fmt: skip
+            rows.append(
+                {
+                    "dataset": name,
+                    "solver": "LocalGD, tuned",
+                    "target": target,
+                    "iterations": spent,
+                    "evaluations": spent,
+                    "kilobits": spent * 64 * len(one.optimum) * share / 1e3,
+                }
+            )
         axes[0].set_ylabel(f"total cost to $|x-x^\\star|^2 <$ {target:g}")
         axes[0].set_yscale("log")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
     plots.save(figure, settings.out / "solvers.png")
     lines = [
-        f"{'data set':13} {'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} {'kbit up a client':>17}"
+        f"{'data set':13} {'solver':15} {'iterations (gamma, K)':>26} {'evaluations (gamma, K)':>26} "
+        f"{'kbit up a client':>17}"
     ]
     for r in rows:
         at = {
@@ -210,13 +239,18 @@ def by_solver(settings: Settings) -> list[dict]:
             for count in ("iterations", "evaluations")
         }
         cells = [f"{r[count]:.1f}{at[count]}" if count in r else "-" for count in at]
-        lines.append(f"{r['dataset']:13} {r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}")  # fmt: skip
+        lines.append(
+            f"{r['dataset']:13} {r['solver']:15} {cells[0]:>26} {cells[1]:>26} {r.get('kilobits', float('nan')):17.1f}"
+        )
     tables.save(settings.out / "solvers", rows, "\n".join(lines))
     return rows
 
 
 def epsilon(settings: Settings) -> list[dict]:
-    """Fig. L4970: the best cost of both methods against the accuracy, relative to |x^0 - x*|^2; c1 = 1, c2 = 0 and with hubs."""
+    """Fig. 5.2 (c): the least cost of both methods against the accuracy, relative to |x^0 - x*|^2.
+
+    One panel has c1 = 1, c2 = 0, the other one has hubs.
+    """
     rows: list[dict] = []
     fractions = np.geomspace(0.1, 1e-5, 17)
     labels = {"iterations": "SPPM-SS, iterations", "evaluations": "SPPM-SS, evaluations", "localgd": "LocalGD, tuned"}
@@ -249,16 +283,22 @@ def epsilon(settings: Settings) -> list[dict]:
     ]
     for r in rows:
         cells = ["-" if r[key] is None else f"{r[key]:.1f}" for key in ("iterations", "evaluations", "localgd")]
-        lines.append(f"{r['dataset']:13} {r['c1']:5g} {r['c2']:3g} {r['fraction']:9.1e} {cells[0]:>11} {cells[1]:>12} {cells[2]:>9}")  # fmt: skip
+        lines.append(
+            f"{r['dataset']:13} {r['c1']:5g} {r['c2']:3g} {r['fraction']:9.1e} "
+            f"{cells[0]:>11} {cells[1]:>12} {cells[2]:>9}"
+        )
     tables.save(settings.out / "epsilon", rows, "\n".join(lines))
     return rows
 
 
-COST_PAIRS = ((1.0, 0.0), (0.1, 1.0), (0.01, 1.0))  # c1, c2 of `recommended`
+COST_PAIRS = ((1.0, 0.0), (0.1, 1.0), (0.01, 1.0))  # (c1, c2) of `recommended`
 
 
 def _measured(one: Any, advice: recommend.Recommendation, settings: Settings, rounds: int) -> tuple[float, float]:
-    """(cost by the run's ledger, global rounds) until the target, mean over seeds; nan if a seed does not reach it in `rounds`."""
+    """(cost from the metrics of the run, global rounds) until the target, mean over seeds.
+
+    Both are nan if a seed does not reach the target in `rounds`.
+    """
     pool = stacked.pool(most_rows(one, advice.sampling))
     algorithm = watched(one, sppm_as.sppm_as(one.loss, advice.sampling, advice.solver, advice.hubs, pool=pool))
     start = jnp.ones(len(one.optimum))
@@ -275,32 +315,50 @@ def _measured(one: Any, advice: recommend.Recommendation, settings: Settings, ro
 
 
 def recommended(settings: Settings) -> list[dict]:
-    """The practical table of L2192 as a function: what `recommend` predicts, and what its choice costs by the ledger.
+    """The practical Table 5.1 as a function: what `recommend` predicts, and what its choice costs in a run.
 
-    All clients are under one hub, so that c2 is charged once a global round, as in the thesis.
+    All clients are under one hub, so that c2 is charged once per global round, as in the thesis.
     """
     rows: list[dict] = []
     for name in settings.datasets:
         one = problem(name, settings)
         hubs = Hubs.make(np.zeros(len(one.rows), int))
         pilot = recommend.pilot(
-            jax.random.key(settings.seed), one.loss, jnp.ones(len(one.optimum)), one.data, one.clusters,
-            hubs=hubs, rounds=settings.rounds,
-        )  # fmt: skip
+            jax.random.key(settings.seed),
+            one.loss,
+            jnp.ones(len(one.optimum)),
+            one.data,
+            one.clusters,
+            hubs=hubs,
+            rounds=settings.rounds,
+        )
         for accuracy in (0.1, 0.01):
             for c1, c2 in COST_PAIRS:
                 advice = pilot.recommend(accuracy, c1, c2)
                 measured, needed = _measured(one, advice, settings, settings.rounds)
-                rows.append({
-                    "dataset": name, "accuracy": accuracy, "c1": c1, "c2": c2, "sampling": advice.sampling.name, "gamma": advice.gamma,
-                    "K": advice.K, "T": advice.T, "predicted": advice.cost, "measured": measured, "rounds": needed, "spent": advice.spent,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "dataset": name,
+                        "accuracy": accuracy,
+                        "c1": c1,
+                        "c2": c2,
+                        "sampling": advice.sampling.name,
+                        "gamma": advice.gamma,
+                        "K": advice.K,
+                        "T": advice.T,
+                        "predicted": advice.cost,
+                        "measured": measured,
+                        "rounds": needed,
+                        "spent": advice.spent,
+                    }
+                )
                 print(advice, flush=True)
     columns = f"{'data set':13} {'target':>6} {'c1':>5} {'c2':>3} {'sampling':15} {'gamma':>7} {'K':>2}"
     lines = [f"{columns} {'T: predicted':>12} {'measured':>8} {'cost: predicted':>15} {'measured':>8} {'pilot':>5}"]
     for r in rows:
         lines.append(
-            f"{r['dataset']:13} {r['accuracy']:6g} {r['c1']:5g} {r['c2']:3g} {r['sampling']:15} {r['gamma']:7.3g} {r['K']:2d}"
+            f"{r['dataset']:13} {r['accuracy']:6g} {r['c1']:5g} {r['c2']:3g} {r['sampling']:15} "
+            f"{r['gamma']:7.3g} {r['K']:2d}"
             f" {r['T']:12.1f} {r['rounds']:8.1f} {r['predicted']:15.2f} {r['measured']:8.2f} {r['spent']:5d}"
         )
     tables.save(settings.out / "recommended", rows, "\n".join(lines))

@@ -30,8 +30,12 @@ from experiments.ef_bv.commands import load
 
 
 class Use(NamedTuple):
-    """A solver in this experiment: made from the problem's constants, the hparams and the largest K; numbers that a client sends beside the value,
-    in vectors, given d."""
+    """A solver in this experiment.
+
+    Attributes:
+        make: (smoothness constants, hparams, largest K) -> the solver.
+        vectors: d -> number of vectors that a client uploads beside the value.
+    """
 
     make: Callable[[Smoothness, Any, int], solvers.Solver]
     vectors: Callable[[int], float] = lambda d: 1.0
@@ -41,10 +45,14 @@ SOLVERS = {
     "bfgs": Use(lambda smooth, h, most: quasi_newton.bfgs(most)),
     "cg": Use(lambda smooth, h, most: quasi_newton.conjugate_gradients()),
     "lbfgs": Use(lambda smooth, h, most: quasi_newton.lbfgs()),
-    "agd": Use(lambda smooth, h, most: solvers.accelerated_gradient_descent(smooth.L_max + 1 / h.gamma, smooth.mu + 1 / h.gamma)),
+    "agd": Use(
+        lambda smooth, h, most: solvers.accelerated_gradient_descent(
+            smooth.L_max + 1 / h.gamma, smooth.mu + 1 / h.gamma
+        )
+    ),
     "gd": Use(lambda smooth, h, most: solvers.gradient_descent(smooth.L_max + 1 / h.gamma)),
     "aicn": Use(lambda smooth, h, most: solvers.aicn(), lambda d: 1 + (d + 1) / 2),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -53,31 +61,43 @@ class Settings:
     clusters: int = 10  # k-means clusters; the size of a stratified cohort
     per_cluster: int = 10  # clients of each cluster
     mu: float = 0.1  # weight of the regulariser
-    solver: Literal["bfgs", "cg", "lbfgs", "agd", "gd", "aicn"] = "bfgs"  # of the prox
-    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # of the prox
+    solver: Literal["bfgs", "cg", "lbfgs", "agd", "gd", "aicn"] = "bfgs"  # solver of the prox
+    gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # stepsizes of the prox
     most_local: int = 15  # K from 1 to this
-    rounds: int = 40  # a quarter of the global rounds of `samplings`, a fifth of those of `baselines`
+    rounds: int = 40  # `samplings` runs four times as many global rounds, `baselines` five times
     cap: int = 100  # local rounds that a run of `cost` may take, the same for both methods
-    # LocalGD's stepsizes, beside theory's 1/L_max
+    # LocalGD's stepsizes; theory's 1/L_max is added
     localgd: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-    seeds: int = 5  # cohorts
-    # Targets |x - x*|^2: absolute, or a fraction of |x^0 - x*|^2 where the text has an absolute one (P15).
+    seeds: int = 5  # runs with different cohorts
+    # targets |x - x*|^2
     absolute: tuple[float, ...] = (0.1, 0.01, 0.005)
+    # targets as fractions of |x^0 - x*|^2, where the text has absolute ones (P15)
     relative: tuple[float, ...] = (0.005, 0.001)
     hubs: tuple[float, ...] = (0.1, 0.05)  # c1 of `hierarchical`, where c2 = 1
-    seed: int = 0  # of the clusters and the cohorts
-    at_once: int = 21  # settings that are computed side by side; the others follow in the same program
-    out: Path = Path("results/cohort_squeeze")  # records, figures
-    progress: bool = True  # show a bar
+    seed: int = 0  # seed of the clusters and the cohorts
+    at_once: int = 21  # settings that are computed together; the others follow in the same program
+    out: Path = Path("results/cohort_squeeze")  # folder of records and figures
+    progress: bool = True  # show a progress bar
 
 
 class Problem(NamedTuple):
-    """A clustered data set; float64, x^0 = 1."""
+    """A clustered data set, in float64, with x^0 = 1.
+
+    Attributes:
+        name: Name of the data set.
+        dataset: The whole data set.
+        rows: Row numbers of each client.
+        clusters: Client numbers of each cluster.
+        data: Rows of all clients, with a leading client axis.
+        smoothness: Exact smoothness constants.
+        optimum: Minimiser x* [d].
+        loss: (params [d], data of one client) -> loss.
+    """
 
     name: str
     dataset: Dataset
     rows: Any
-    clusters: list[np.ndarray]  # of clients
+    clusters: list[np.ndarray]
     data: stacked.ClientData
     smoothness: Smoothness
     optimum: np.ndarray
@@ -85,7 +105,7 @@ class Problem(NamedTuple):
 
 
 def problem(name: str, settings: Settings) -> Problem:
-    """Thesis: L4866."""
+    """Cluster a data set and split it over clients; results are cached.  Thesis: Fig. D.1."""
     return _problem(name, settings.clusters, settings.per_cluster, settings.mu, settings.seed)
 
 
@@ -104,36 +124,47 @@ def _problem(name: str, count: int, per_cluster: int, mu: float, seed: int) -> P
 
 
 def watched(problem: Problem, algorithm: Algorithm) -> Algorithm:
-    """|x - x*|^2 at the start of every round is the metric `distance`."""
+    """Add the metric `distance`: |x - x*|^2 at the start of every round."""
     optimum = jnp.asarray(problem.optimum)
     return runner.observe(algorithm, distance=lambda state, batch: jnp.sum((state.server.params - optimum) ** 2))
 
 
 def at_once(count: int, most: int) -> int:
-    """The largest divisor of count that is not much below `most`, so that no second program computes a rest."""
+    """The largest divisor of count in (most / 2, most], so that no second program computes a rest; else `most`."""
     return next((size for size in range(most, most // 2, -1) if count % size == 0), most)
 
 
 def sweep(
     problem: Problem, algorithm: Algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
 ) -> Record:
-    """All hparams with all seeds in one program, with the metric `distance` of `watched`."""
+    """Run all hparams with all seeds in one program, with the metric `distance` of `watched`."""
     return follow(problem, watched(problem, algorithm), hparams, settings, label, rounds)
 
 
 def follow(
     problem: Problem, algorithm: Algorithm, hparams: list, settings: Settings, label: str, rounds: int | None = None
 ) -> Record:
-    """`sweep` of an algorithm that is watched: the same object with as many hparams is compiled once."""
+    """`sweep` of an algorithm that `watched` made.
+
+    The same object with the same number of hparams is compiled once.
+    """
     d = len(problem.optimum)
     state = algorithm.init(jnp.ones(d), jnp.arange(len(problem.rows)))
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
     _, record = runner.loop(
-        keys, algorithm, runner.stack(hparams), state, problem.data, settings.rounds if rounds is None else rounds,
-        chunk=5, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
+        keys,
+        algorithm,
+        runner.stack(hparams),
+        state,
+        problem.data,
+        settings.rounds if rounds is None else rounds,
+        chunk=5,
+        checkpoint=settings.out / f"{label}.ckpt",
+        label=label,
+        progress=settings.progress,
         at_once=at_once(len(hparams), settings.at_once),
         config={"dataset": problem.name, "d": d, "n": len(problem.rows), "solver": settings.solver},
-    )  # fmt: skip
+    )
     record.save(settings.out / label)
     return record
 
@@ -145,6 +176,15 @@ def sppm(
     most: int | None = None,
     hubs: Hubs | None = None,
 ) -> Algorithm:
+    """SPPM-AS with the solver of the settings.
+
+    Args:
+        problem: The problem.
+        sampling: The sampling of cohorts.
+        settings: The settings.
+        most: Largest K; None: that of the settings.
+        hubs: Hub of every client; None: no hubs.
+    """
     use = SOLVERS[settings.solver]
     pool = stacked.pool(most_rows(problem, sampling))
 
@@ -155,7 +195,10 @@ def sppm(
 
 
 def most_rows(problem: Problem, sampling: samplings.Sampling) -> int:
-    """Rows of the largest cohort: of the largest clients of all clusters if it has one of each, of the largest clients else."""
+    """Number of rows of the largest cohort.
+
+    A stratified cohort has the largest client of each cluster, another cohort the largest clients of all.
+    """
     sizes = np.array([len(rows) for rows in problem.rows])
     if sampling.name.startswith("stratified"):
         return int(sum(sizes[cluster].max() for cluster in problem.clusters))
@@ -163,14 +206,23 @@ def most_rows(problem: Problem, sampling: samplings.Sampling) -> int:
 
 
 class Grid(NamedTuple):
-    """Both methods over their grids."""
+    """Both methods over their grids.
 
-    start: float  # |x^0 - x*|^2
-    sppm: Record  # [gamma x K, seed, round]; nan after the last round of a setting
-    localgd: Record  # [stepsize x steps, seed, round]
+    Attributes:
+        start: |x^0 - x*|^2.
+        sppm: Record [gamma x K, seed, round] of SPPM-SS; nan after the last round of a setting.
+        localgd: Record [stepsize x steps, seed, round] of LocalGD.
+        pairs: (gamma, K) of each setting of SPPM-SS.
+        local_pairs: (stepsize, steps) of each setting of LocalGD.
+        cap: Largest number of local rounds of both methods.
+    """
+
+    start: float
+    sppm: Record
+    localgd: Record
     pairs: list[tuple[float, int]]
     local_pairs: list[tuple[float, int]]
-    cap: float  # local rounds that both may cost
+    cap: float
 
 
 def together(records: list[Record]) -> Record:
@@ -187,14 +239,19 @@ def together(records: list[Record]) -> Record:
 
 
 def grid(problem: Problem, settings: Settings, rival: Record | None = None) -> Grid:
-    """Equal caps in cost: LocalGD runs `cap` rounds, SPPM with K local rounds at least cap / K.
+    """Run both methods over their grids, with the same cap on the cost.
 
-    `rival`: LocalGD's record, if another solver's grid has it already.
+    LocalGD runs `cap` rounds; SPPM-SS with K local rounds runs at least cap / K.
+
+    Args:
+        problem: The problem.
+        settings: The settings.
+        rival: LocalGD's record, if the grid of another solver has it already.
     """
     sampling = samplings.stratified(problem.clusters)
     algorithm = watched(problem, sppm(problem, sampling, settings))
-    # Sorted by K, so that a few neighbours at a time have inner loops of about equal length; three K at a time, which is one program
-    # for all, and as many rounds as the smallest K may take.
+    # The pairs are sorted by K, so that settings computed together have inner loops of about equal length.  Three K are
+    # run at a time, with as many rounds as the smallest of them may take; all of them share one program.
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     ours = []
     for least in range(1, settings.most_local + 1, 3):
@@ -204,9 +261,13 @@ def grid(problem: Problem, settings: Settings, rival: Record | None = None) -> G
     stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
     local_pairs = [(stepsize, steps) for steps in range(1, settings.most_local + 1) for stepsize in stepsizes]
     theirs = rival or sweep(
-        problem, local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
-        [local_gd.HParams(*pair) for pair in local_pairs], settings, f"{problem.name}_localgd", rounds=settings.cap,
-    )  # fmt: skip
+        problem,
+        local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
+        [local_gd.HParams(*pair) for pair in local_pairs],
+        settings,
+        f"{problem.name}_localgd",
+        rounds=settings.cap,
+    )
     start = float(np.sum((1 - problem.optimum) ** 2))
     return Grid(start, together(ours), theirs, pairs, local_pairs, settings.cap)
 
@@ -223,18 +284,31 @@ TOPOLOGIES = ("one hub", "spread")
 def costs(
     found: Grid, target: float, c1: float, c2: float, count: str, topology: str = "one hub"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean cost over seeds of every setting of both methods; nan unless all reach the target within the cap.
+    """Mean cost over seeds of every setting of both methods; nan unless all seeds reach the target within the cap.
 
-    count: "iterations" (the thesis: K local rounds for every global one) or "evaluations" (what was aggregated, P12).
-    topology: "one hub" has the whole cohort and tells the server the result, (c1 K + c2) T; if the cohort is "spread" over hubs the
-    server takes part in every aggregation, (c1 + c2) K T (`sppm_as.Metrics.hub_rounds`).
+    Args:
+        found: The runs.
+        target: Target |x - x*|^2.
+        c1: Cost of a local round.
+        c2: Cost of a global round.
+        count: "iterations" (the thesis: K local rounds per global round) or "evaluations" (what was aggregated, P12).
+        topology: "one hub": the hub has the whole cohort and sends the result to the server, (c1 K + c2) T.  "spread":
+            the cohort has several hubs, so the server takes part in every aggregation, (c1 + c2) K T
+            (`sppm_as.Metrics.hub_rounds`).
+
+    Returns:
+        The costs of SPPM-SS, and those of LocalGD.
     """
     T = rounds_to(found.sppm, target)
     spent = np.full_like(T, np.nan)
     for (h, s), rounds in np.ndenumerate(T):
         if np.isfinite(rounds):
             rounds = int(rounds)
-            inside = found.pairs[h][1] * rounds if count == "iterations" else found.sppm.metrics["local_rounds"][h, s, :rounds].sum()  # fmt: skip
+            inside = (
+                found.pairs[h][1] * rounds
+                if count == "iterations"
+                else found.sppm.metrics["local_rounds"][h, s, :rounds].sum()
+            )
             spent[h, s] = c1 * inside + c2 * (rounds if topology == "one hub" else inside)
     local = rounds_to(found.localgd, target) * (c1 + c2)
     cap = found.cap * (c1 + c2)
@@ -243,7 +317,7 @@ def costs(
 
 
 def hubs_of(problem: Problem, topology: str) -> Hubs:
-    """All clients under one hub, or every cluster under its own"""
+    """All clients under one hub, or ("spread") every cluster under its own."""
     of = np.zeros(len(problem.rows), int)
     if topology == "spread":
         for number, members in enumerate(problem.clusters):
@@ -254,7 +328,10 @@ def hubs_of(problem: Problem, topology: str) -> Hubs:
 def ledger(
     problem: Problem, settings: Settings, found: Grid, target: float, c1: float, c2: float, topology: str
 ) -> float:
-    """The least cost of `costs`, counted as evaluations, once more: a run with real hubs, priced by its own ledger."""
+    """The least cost of `costs` by evaluations, measured again.
+
+    The setting is run with real hubs, and its cost is computed from the metrics of that run.
+    """
     prices = costs(found, target, c1, c2, "evaluations", topology)[0]
     best = int(np.nanargmin(prices))
     gamma, K = found.pairs[best]
@@ -269,7 +346,7 @@ def ledger(
 
 
 def bits_to(found: Grid, target: float) -> np.ndarray:
-    """Bits that one client sends until the target, mean over seeds, nan unless all reach it."""
+    """Bits that one client uploads until the target, mean over seeds; nan unless all seeds reach it."""
     T = rounds_to(found.sppm, target)
     sent = np.full_like(T, np.nan)
     for (h, s), rounds in np.ndenumerate(T):

@@ -1,4 +1,4 @@
-"""Chapter 5: what the sampling and gamma do to speed and neighbourhood; gradient methods; a picture of the clusters."""
+"""Chapter 5: effect of sampling and gamma on speed and neighbourhood; gradient methods; a picture of the clusters."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,10 @@ from experiments.ef_bv.commands import load
 
 
 def compare_samplings(settings: Settings) -> list[dict]:
-    """Fig. L2293: four samplings of equal cohort size, gamma = 1, near-exact prox: where they settle, and the bound."""
+    """Fig. 5.3: four samplings at gamma = 1 with a near-exact prox; measured neighbourhoods beside the bounds.
+
+    Cohorts have equal size, except for "single".
+    """
     rows: list[dict] = []
     gamma, rounds = 1.0, 4 * settings.rounds
     figure, axes = plt.subplots(
@@ -31,9 +34,11 @@ def compare_samplings(settings: Settings) -> list[dict]:
         gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
         gradients = gradients - gradients.mean(axis=0)
         kinds = {
-            "stratified": samplings.stratified(one.clusters), "nice": samplings.nice(n, size),
-            "block": samplings.block_of(one.clusters, min(size, settings.per_cluster)), "single": samplings.nice(n, 1),
-        }  # fmt: skip
+            "stratified": samplings.stratified(one.clusters),
+            "nice": samplings.nice(n, size),
+            "block": samplings.block_of(one.clusters, min(size, settings.per_cluster)),
+            "single": samplings.nice(n, 1),
+        }
         for kind, sampling in kinds.items():
             record = sweep(
                 one,
@@ -47,8 +52,15 @@ def compare_samplings(settings: Settings) -> list[dict]:
             settled = float(record.metrics["distance"][0][:, rounds // 2 :].mean())
             sigma2, mu = sampling.variance(gradients), sampling.mu(np.full(n, settings.mu))
             rows.append(
-                {"dataset": name, "sampling": kind, "size": sampling.size, "sigma2": sigma2, "neighbourhood": settled, "bound": theory.neighbourhood(gamma, mu, sigma2)}
-            )  # fmt: skip
+                {
+                    "dataset": name,
+                    "sampling": kind,
+                    "size": sampling.size,
+                    "sigma2": sigma2,
+                    "neighbourhood": settled,
+                    "bound": theory.neighbourhood(gamma, mu, sigma2),
+                }
+            )
             panel.semilogy(curve, label=kind, linewidth=1)
         panel.set_title(f"{name}, $\\gamma$ = {gamma:g}")
         panel.set_xlabel("global rounds")
@@ -57,7 +69,8 @@ def compare_samplings(settings: Settings) -> list[dict]:
     plots.save(figure, settings.out / "samplings.png")
     lines = [f"{'data set':13} {'sampling':11} {'cohort':>6} {'sigma^2':>10} {'measured':>11} {'bound':>11}"]
     lines += [
-        f"{r['dataset']:13} {r['sampling']:11} {r['size']:6d} {r['sigma2']:10.3e} {r['neighbourhood']:11.3e} {r['bound']:11.3e}"
+        f"{r['dataset']:13} {r['sampling']:11} {r['size']:6d} {r['sigma2']:10.3e} "
+        f"{r['neighbourhood']:11.3e} {r['bound']:11.3e}"
         for r in rows
     ]
     tables.save(settings.out / "samplings", rows, "\n".join(lines))
@@ -65,7 +78,7 @@ def compare_samplings(settings: Settings) -> list[dict]:
 
 
 def stepsizes(settings: Settings) -> list[dict]:
-    """Fig. L4985: any gamma is allowed; a larger one is faster and settles farther away."""
+    """Fig. D.4: any gamma is allowed; a larger one is faster and has a larger neighbourhood."""
     gammas = tuple(10.0**power for power in range(-3, 6))
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(gammas)))
     size = (2.8 * len(settings.datasets) + 0.6, 2.6)
@@ -74,16 +87,25 @@ def stepsizes(settings: Settings) -> list[dict]:
     for panel, name in zip(axes[0], settings.datasets):
         one = problem(name, settings)
         record = sweep(
-            one, sppm(one, samplings.stratified(one.clusters), settings, 16), [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
-            settings, f"{name}_stepsizes", 100,
-        )  # fmt: skip
+            one,
+            sppm(one, samplings.stratified(one.clusters), settings, 16),
+            [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
+            settings,
+            f"{name}_stepsizes",
+            100,
+        )
         start = float(np.sum((1 - one.optimum) ** 2))
         for shade, gamma, runs in zip(shades, gammas, record.metrics["distance"]):
             panel.semilogy(runs.mean(axis=0), color=shade, linewidth=1, label=f"{gamma:g}")
-            rows.append({
-                "dataset": name, "gamma": gamma, "finite": bool(np.isfinite(runs).all()), "last": float(runs[:, -20:].mean()),
-                "rounds_to_tenth": tables.first(runs.mean(axis=0), 0.1 * start),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "dataset": name,
+                    "gamma": gamma,
+                    "finite": bool(np.isfinite(runs).all()),
+                    "last": float(runs[:, -20:].mean()),
+                    "rounds_to_tenth": tables.first(runs.mean(axis=0), 0.1 * start),
+                }
+            )
         panel.set_xlabel("global rounds")
         panel.set_title(f"{name}, SPPM-SS, $K$ = 16")
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
@@ -96,7 +118,10 @@ def stepsizes(settings: Settings) -> list[dict]:
 
 
 def baselines(settings: Settings) -> list[dict]:
-    """Fig. L2304: SPPM-SS at gamma = 1 against MB-GD and MB-LocalGD (5 steps) at their theoretical stepsizes, cohorts of equal size."""
+    """Fig. 5.4: SPPM-SS at gamma = 1 against MB-GD and MB-LocalGD (5 steps) at their theoretical stepsizes.
+
+    All cohorts have the same size.
+    """
     rows: list[dict] = []
     rounds = 5 * settings.rounds
     size = (2.8 * len(settings.datasets) + 0.6, 2.6)
@@ -121,25 +146,34 @@ def baselines(settings: Settings) -> list[dict]:
         for number, (label, (stepsize, distance)) in enumerate(runs.items()):
             line = "-" if label == "SPPM-SS" else "--" if "stratified" in label else ":"
             panel.semilogy(distance.mean(axis=0), line, color=f"C{number}", linewidth=1, label=label)
-            rows.append({
-                "dataset": name, "method": label, "stepsize": stepsize, "settled": float(distance[:, -rounds // 4 :].mean()),
-                "rounds_to_hundredth": tables.first(distance.mean(axis=0), 0.01 * start),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "dataset": name,
+                    "method": label,
+                    "stepsize": stepsize,
+                    "settled": float(distance[:, -rounds // 4 :].mean()),
+                    "rounds_to_hundredth": tables.first(distance.mean(axis=0), 0.01 * start),
+                }
+            )
         panel.set_xlabel("global rounds")
         panel.set_title(f"{name}, $\\gamma$ = 1")
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
     axes[0, 0].legend()
     plots.save(figure, settings.out / "baselines.png")
     lines = [
-        f"{'data set':13} {'method':23} {'stepsize':>9} {'rounds to 0.01 of the start':>28} {'mean of the last quarter':>25}"
+        f"{'data set':13} {'method':23} {'stepsize':>9} {'rounds to 0.01 of the start':>28} "
+        f"{'mean of the last quarter':>25}"
     ]
-    lines += [f"{r['dataset']:13} {r['method']:23} {r['stepsize']:9.3g} {r['rounds_to_hundredth']:28g} {r['settled']:25.3e}" for r in rows]  # fmt: skip
+    lines += [
+        f"{r['dataset']:13} {r['method']:23} {r['stepsize']:9.3g} {r['rounds_to_hundredth']:28g} {r['settled']:25.3e}"
+        for r in rows
+    ]
     tables.save(settings.out / "baselines", rows, "\n".join(lines))
     return rows
 
 
 def clusters(settings: Settings) -> None:
-    """Fig. L4870: t-SNE of rows, coloured by cluster."""
+    """Fig. D.1: t-SNE of rows, coloured by cluster."""
     from sklearn.manifold import TSNE
 
     figure, axes = plt.subplots(

@@ -7,10 +7,14 @@
     python -m experiments.ef_bv ablate-k       k' from k (top-k) to d (rand-k)
     python -m experiments.ef_bv stepsizes      gamma times 1 to 1024, one vmapped program
 
-Times were measured on 2 cores; where there is none the command was not timed as a whole.  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
-Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by about sqrt(r_av/r) = 0.72 to 0.81 (measured 0.73 to 0.85, README).
-A command that was killed goes on when it is given again, finished panels are not run twice; more --rounds go on from fewer.
-Delete results/ef_bv/*.ckpt to begin anew.
+Times were measured on 2 cores.  A command without a time was not timed as a whole.  LibSVM files come from
+$COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
+
+Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by a factor of about sqrt(r_av/r) =
+0.72 to 0.81 (measured 0.73 to 0.85, README).
+
+To resume a command that was killed, give it again; finished panels are not run twice.  More --rounds continue from
+fewer. Delete results/ef_bv/*.ckpt to begin anew.
 """
 
 from collections.abc import Callable
@@ -43,39 +47,56 @@ DATASETS = ("mushrooms", "phishing", "a9a", "w8a")
 
 @dataclass(frozen=True)
 class Settings:
-    datasets: tuple[str, ...] | None = (
-        None  # LibSVM names, or breast_cancer (embedded); None: those of the thesis's figure
-    )
-    pairs: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (2, 1))  # (k, xi), one row of the main figure each
+    # LibSVM names, or breast_cancer (embedded); None: those of the thesis's figure
+    datasets: tuple[str, ...] | None = None
+    pairs: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (2, 1))  # (k, xi) of each row of the main figure
     n: int = 1000  # clients
-    rounds: int = 10_000  # of each run
+    rounds: int = 10_000  # rounds of each run
     mu: float = 0.1  # weight of the regulariser
-    # x^0, of which the text is silent; the authors' code draws it from N(0, I).  auto: zero, and normal in nonconvex runs, where
-    # the regulariser has no gradient at zero
+    # x^0.  The thesis does not say it; the authors' code draws it from N(0, I).  auto: zero, but normal in nonconvex
+    # runs, where the regulariser has no gradient at zero
     start: Literal["auto", "zero", "normal"] = "auto"
-    seed: int = 0  # of the shuffle, the start and the compressors
+    seed: int = 0  # seed of the shuffle, the start and the compressors
     chunk: int = 250  # rounds between two checkpoints
-    out: Path = Path("results/ef_bv")  # records, figures, checkpoints
-    progress: bool = True  # show a bar
+    out: Path = Path("results/ef_bv")  # folder of records, figures and checkpoints
+    progress: bool = True  # show a progress bar
 
 
 class Problem(NamedTuple):
-    """A data set on n clients, ready to run: all in float64."""
+    """A data set on n clients, ready to run, in float64.
+
+    Attributes:
+        name: Name of the data set.
+        data: Rows of all clients, with a leading client axis.
+        value_and_grad: (params [d], data of one client) -> (loss, gradient [d]).
+        smoothness: Exact smoothness constants.
+        floor: f*, or 0 for the nonconvex problem.
+        d: Number of features.
+    """
 
     name: str
-    data: stacked.ClientData  # leading client axis
-    value_and_grad: Callable  # one client's
+    data: stacked.ClientData
+    value_and_grad: Callable
     smoothness: Smoothness
-    floor: float  # f*, or 0 where there is none
+    floor: float
     d: int
 
 
 def load(name: str) -> Dataset:
+    """Load a data set: breast_cancer is embedded, the others are LibSVM files."""
     return embedded.breast_cancer() if name == "breast_cancer" else libsvm.load(name)
 
 
 def problem(name: str, settings: Settings, xi: int = 1, n: int | None = None, nonconvex: bool = False) -> Problem:
-    """Shuffled blocks that differ by one row at most, xi of them a client; exact constants and optimum."""
+    """Split a data set over clients, and compute its exact constants and its optimum.
+
+    Args:
+        name: LibSVM name, or breast_cancer.
+        settings: The settings.
+        xi: Blocks per client.  The shuffled rows are cut into n blocks that differ by at most one row.
+        n: Number of clients; None: that of the settings.
+        nonconvex: Use the nonconvex regulariser.
+    """
     dataset = load(name)
     rows = partition.blocks(len(dataset.labels), n or settings.n, seed=settings.seed, overlap=xi)
     if nonconvex:
@@ -101,9 +122,19 @@ def compare(
     factors=(1.0,),
     nonconvex=False,
 ) -> Record:
-    """Both methods at their theoretical hparams (times each factor) from the same start, as one vmapped program.
+    """Run both methods with their theoretical hparams (times each factor) from the same start, as one vmapped program.
 
-    Metrics have axes [method x factor, 1, round].  Numbers travel as float32; h_i^0 = grad f_i(x^0) is paid for.
+    Metrics have axes [method x factor, 1, round].  Numbers are sent as float32.  The bits include h_i^0 = grad
+    f_i(x^0).
+
+    Args:
+        problem: The problem.
+        k: k of comp-(k, k').
+        settings: The settings.
+        label: Name of the record and the checkpoint.
+        k_top: k' of comp-(k, k'); None: d/2.
+        factors: Factors of the theoretical stepsize.
+        nonconvex: Use the nonconvex stepsizes, and record |grad f|^2.
     """
     n = len(problem.data.labels)
     regime = "nonconvex" if nonconvex else "pl"
@@ -134,24 +165,33 @@ def compare(
         progress=settings.progress,
         bits_init=dense_bits(x0.astype(jnp.float32)),
         config={
-            "dataset": problem.name, "d": problem.d, "n": n, "k": k, "k_top": k_top or problem.d // 2, "kept": k,
-            "methods": METHODS, "factors": factors, "floor": problem.floor, "start": start,
-            "L": problem.smoothness.L, "L_tilde": problem.smoothness.L_tilde,
+            "dataset": problem.name,
+            "d": problem.d,
+            "n": n,
+            "k": k,
+            "k_top": k_top or problem.d // 2,
+            "kept": k,
+            "methods": METHODS,
+            "factors": factors,
+            "floor": problem.floor,
+            "start": start,
+            "L": problem.smoothness.L,
+            "L_tilde": problem.smoothness.L_tilde,
             "predicted": predicted_ratio(constants),
         },
-    )  # fmt: skip
+    )
     record.save(settings.out / label)
     return record
 
 
 def squared_gradient(value_and_grad, state, batch):
-    """|grad f(x)|^2 at the server's x"""
+    """|grad f(x)|^2 at the server's x."""
     grads = jax.vmap(value_and_grad, in_axes=(None, 0))(state.server.params, batch)[1]
     return jnp.sum(jnp.mean(grads, axis=0) ** 2)
 
 
 def predicted_ratio(constants) -> float:
-    """sqrt(r_av / r): EF21's error factor over EF-BV's"""
+    """sqrt(r_av / r): EF21's error factor over EF-BV's."""
     lam, nu = (
         theory.best_scaling(constants.eta, constants.omega),
         theory.best_scaling(constants.eta, constants.omega_ran),
@@ -163,8 +203,10 @@ def predicted_ratio(constants) -> float:
 def bits_to_targets(
     record: Record, fractions=(0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01), metric: str = "loss"
 ) -> list[dict]:
-    """For each fraction of the first gap that one of the methods reaches: rounds and bits of each (h_i^0 apart; infinite where
-    it was not reached), and their ratio."""
+    """Rounds and bits of both methods to each target that one of them reaches, and the ratio of bits.
+
+    A target is a fraction of the first gap.  The bits exclude h_i^0, and are infinite where the target was not reached.
+    """
     gap = record.metrics[metric][:, 0] - (record.config["floor"] if metric == "loss" else 0.0)
     bits = record.bits_up()[:, 0] - record.bits_init
     found = []
@@ -179,6 +221,7 @@ def bits_to_targets(
 
 
 def panel(axes, record: Record, metric: str = "loss") -> None:
+    """Draw the curves of both methods against kilobits."""
     floor = record.config["floor"] if metric == "loss" else 0.0
     for row, method in enumerate(METHODS):
         values = record.metrics[metric][row, 0] - floor
@@ -189,7 +232,7 @@ def panel(axes, record: Record, metric: str = "loss") -> None:
 
 
 def grid_figure(records: dict[tuple[str, int, int], Record], metric: str, ylabel: str):
-    """One panel a data set and (k, xi)."""
+    """One panel per data set and (k, xi)."""
     names = list(dict.fromkeys(name for name, _, _ in records))
     rows = list(dict.fromkeys((k, xi) for _, k, xi in records))
     figure, axes = plt.subplots(
@@ -210,16 +253,18 @@ def grid_figure(records: dict[tuple[str, int, int], Record], metric: str, ylabel
 
 
 def report(records: dict[tuple[str, int, int], Record], metric: str = "loss") -> str:
-    """Measured bits of EF-BV over EF21 at every target that one of them reaches, beside the prediction."""
+    """Table: measured bits of EF-BV over EF21 at every target that one of them reaches, beside the prediction."""
     lines = [
-        f"{'data set':12} {'k':>2} {'xi':>2} {'target':>7} {'EF-BV bits':>12} {'EF21 bits':>12} {'ratio':>6} {'sqrt(r_av/r)':>13}"
+        f"{'data set':12} {'k':>2} {'xi':>2} {'target':>7} {'EF-BV bits':>12} {'EF21 bits':>12} "
+        f"{'ratio':>6} {'sqrt(r_av/r)':>13}"
     ]
     for (name, k, xi), record in records.items():
         for row in bits_to_targets(record, metric=metric):
             a, b = row["bits"]
             predicted = record.config["predicted"]
             lines.append(
-                f"{name:12} {k:2d} {xi:2d} {row['fraction']:7g} {a:12.0f} {b:12.0f} {row['ratio']:6.3f} {predicted:13.3f}"
+                f"{name:12} {k:2d} {xi:2d} {row['fraction']:7g} {a:12.0f} {b:12.0f} "
+                f"{row['ratio']:6.3f} {predicted:13.3f}"
             )
     return "\n".join(lines)
 
@@ -239,7 +284,7 @@ def main_figure(settings: Settings) -> dict[tuple[str, int, int], Record]:
 
 
 def nonconvex(settings: Settings) -> dict[tuple[str, int, int], Record]:
-    """min |grad f|^2 against bits with the regulariser mu sum x^2/(1+x^2), at the stepsizes of Thm 2.3 (E12, E14)."""
+    """min |grad f|^2 against bits with the regulariser mu sum x^2/(1+x^2), at the stepsizes of Thm 2.5.1 (E12, E14)."""
     names = settings.datasets or DATASETS[:3]
     records = {
         (name, k, xi): compare(
@@ -263,6 +308,7 @@ def nonconvex(settings: Settings) -> dict[tuple[str, int, int], Record]:
 
 
 def ratio_figure(xs, measured, predicted, xlabel: str, names, path: Path) -> None:
+    """Measured and predicted ratios of bits, one pair of curves per data set."""
     figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
     for name, x, row, theory_row in zip(names, xs, measured, predicted):
         line = axes.semilogx(x, row, "o", label=f"{name}, measured")[0]
@@ -274,7 +320,10 @@ def ratio_figure(xs, measured, predicted, xlabel: str, names, path: Path) -> Non
 
 
 def _ablation(settings: Settings, values, run, xlabel: str, file: str) -> list[dict]:
-    """Run `run(name, value)` over the values of each data set; the ratio at the last target that both reach."""
+    """Run `run(name, value)` over the values of each data set.
+
+    The ratio of bits is that of the last target that both methods reach.
+    """
     names = settings.datasets or DATASETS[:2]
     rows = []
     for name in names:
@@ -294,7 +343,7 @@ def _ablation(settings: Settings, values, run, xlabel: str, file: str) -> list[d
 
 
 def ablate_n(settings: Settings) -> list[dict]:
-    """The more clients, the smaller omega_ran and the larger EF-BV's lead; the last point is one row a client."""
+    """More clients give a smaller omega_ran and a larger lead of EF-BV.  The last point has one row per client."""
     return _ablation(
         settings,
         lambda name: (
@@ -307,7 +356,7 @@ def ablate_n(settings: Settings) -> list[dict]:
 
 
 def ablate_k(settings: Settings) -> list[dict]:
-    """k' = k is top-k, where the two methods are one; k' = d is rand-k."""
+    """k' = k is top-k, where the two methods are the same; k' = d is rand-k."""
     dimension = {name: load(name).features.shape[1] for name in settings.datasets or DATASETS[:2]}
     return _ablation(
         settings,
@@ -347,6 +396,10 @@ def table(settings: Settings) -> list[ef_bv_table.Cell]:
 
 
 COMMANDS = {
-    "table": table, "main-figure": main_figure, "nonconvex": nonconvex,
-    "ablate-n": ablate_n, "ablate-k": ablate_k, "stepsizes": stepsizes,
-}  # fmt: skip
+    "table": table,
+    "main-figure": main_figure,
+    "nonconvex": nonconvex,
+    "ablate-n": ablate_n,
+    "ablate-k": ablate_k,
+    "stepsizes": stepsizes,
+}

@@ -1,4 +1,4 @@
-"""The thesis's parameter table (tab10, L3003-L3037): each cell as printed, as it should have been, and as we run it."""
+"""The thesis's parameter table (Table A.2): each cell as printed, as it should have been, and as we run it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,11 +10,21 @@ from commjax.problems import logistic
 from commjax.theory import ef_bv as theory
 
 QUANTITIES = (
-    "eta", "omega", "omega_ran", "lambda", "lambda EF21", "r", "r_av", "sqrt(r_av/r)", "s*", "gamma", "gamma EF21",
-)  # fmt: skip
+    "eta",
+    "omega",
+    "omega_ran",
+    "lambda",
+    "lambda EF21",
+    "r",
+    "r_av",
+    "sqrt(r_av/r)",
+    "s*",
+    "gamma",
+    "gamma EF21",
+)
 
-# (data set, k, xi) -> the printed values of QUANTITIES.  The table's other rows repeat these: nu is 1 for EF-BV and lambda for
-# EF21, r and s* are the same for both, r_av is r for EF21.
+# (data set, k, xi) -> the printed values of QUANTITIES.  The table's other rows repeat these: nu is 1 for EF-BV and
+# lambda for EF21, r and s* are the same for both, r_av is r for EF21.
 PRINTED = {
     ("mushrooms", 1, 1): (0.707, 55, 0.055, 0.00532, 0.00532, 0.998, 0.555, 0.746, 0.00039, 0.000138, 0.000103),
     ("mushrooms", 1, 2): (0.707, 55, 0.055, 0.00532, 0.000532, 0.998, 0.555, 0.746, 0.00039, 0.000143, 0.000106),
@@ -35,13 +45,25 @@ N_TABLE = 1000  # clients of the printed table
 
 
 class Cell(NamedTuple):
+    """One cell of the table.
+
+    Attributes:
+        dataset: Name of the data set.
+        k: k of comp-(k, d/2).
+        xi: Blocks per client.
+        quantity: One of QUANTITIES.
+        printed: The printed number.
+        corrected: The number in the thesis's own setting (errata E2); None without the data.
+        ours: The number with the library's defaults: shuffled rows, exact constants, the regulariser counted once.
+    """
+
     dataset: str
     k: int
     xi: int
     quantity: str
     printed: float
-    corrected: float | None  # from the thesis's own setting (errata E2); None where the data is not at hand
-    ours: float | None  # the library's defaults: shuffled rows, exact constants, the regulariser counted once
+    corrected: float | None
+    ours: float | None
 
     @property
     def verdict(self) -> str:
@@ -53,7 +75,7 @@ class Cell(NamedTuple):
 
 
 def _last_digit(value: float) -> float:
-    """The worth of the last printed digit: 3 significant ones, or 3 decimals."""
+    """Value of one unit of the last printed digit: 3 significant digits, or 3 decimals."""
     text = f"{value:.2e}"
     return (
         10.0 ** (int(text.split("e")[1]) - 2)
@@ -67,7 +89,7 @@ def _last_digit(value: float) -> float:
 
 
 def _without_data(d: int, k: int, n: int) -> dict[str, float]:
-    """Everything but the stepsizes, which is a function of (d, k, n) only."""
+    """All quantities except the stepsizes: functions of (d, k, n) only."""
     eta, omega, omega_ran = compressors.comp(k, d // 2).constants(d, n)
     lam, nu = theory.best_scaling(eta, omega), theory.best_scaling(eta, omega_ran)
     r, r_av = theory.contraction(eta, omega, lam), theory.contraction(eta, omega_ran, nu)
@@ -94,13 +116,23 @@ def _gammas(d: int, k: int, n: int, smoothness) -> dict[str, float]:
 
 
 def tab10_rows(num_rows: int, n: int, xi: int) -> partition.Rows:
-    """File order, blocks of N // n; the remainder goes to the last client, but is left out where blocks are shared (E2)."""
+    """The rows of each client in the printed table: file order, blocks of N // n.
+
+    The remainder goes to the last client, but is left out where blocks are shared (E2).
+    """
     used = num_rows if xi == 1 else n * (num_rows // n)
     return partition.blocks(used, n, remainder="last", overlap=xi)
 
 
 def cells(datasets: Iterable[str], n: int = N_TABLE, seed: int = 0, read_data: bool = True) -> list[Cell]:
-    """Every cell of the printed table for these data sets; the stepsizes need the files themselves."""
+    """All cells of the printed table for these data sets.
+
+    Args:
+        datasets: Names of data sets.
+        n: Clients of `ours`.
+        seed: Seed of the shuffle of `ours`.
+        read_data: Load the data sets; without them there are no stepsizes.
+    """
     names = list(dict.fromkeys(name for name, _, _ in PRINTED))
     if unknown := [name for name in datasets if name not in names]:
         raise ValueError(f"datasets: {unknown} are not in the printed table; allowed: {names}")
@@ -124,14 +156,15 @@ def cells(datasets: Iterable[str], n: int = N_TABLE, seed: int = 0, read_data: b
 
 
 def render(cells: list[Cell]) -> str:
-    """Plain text, one line a cell."""
+    """The table as plain text, one line per cell."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
     lines = [f"{'data set':10} {'(k,xi)':7} {'quantity':13} {'printed':>10} {'corrected':>10} {'ours':>10}  verdict"]
     lines += [
-        f"{c.dataset:10} ({c.k},{c.xi})   {c.quantity:13} {number(c.printed):>10} {number(c.corrected):>10} {number(c.ours):>10}  {c.verdict}"
+        f"{c.dataset:10} ({c.k},{c.xi})   {c.quantity:13} {number(c.printed):>10} {number(c.corrected):>10} "
+        f"{number(c.ours):>10}  {c.verdict}"
         for c in cells
     ]
     return "\n".join(lines)

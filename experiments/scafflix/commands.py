@@ -1,16 +1,17 @@
 """Scafflix: the figures and the table of the thesis's Chapter 3.
 
-    python -m experiments.scafflix double-acceleration   3 data sets x 4 splits x 5 alpha: 0.18 to 0.39 of GD's rounds     28
-    python -m experiments.scafflix condition-number      slopes 0.49 and 1.00 on quadratics, 0.48 and 0.98 on logistic     1.4
-    python -m experiments.scafflix inexact               2.7 times the iterations for epsilon = 1e-6 as for 1e-1           0.3
-    python -m experiments.scafflix stepsizes             one a client: 42 to 53 rounds against 46 to 56 (mushrooms)        1.7
-    python -m experiments.scafflix probability           fewest rounds (26) at half of theory's p, 45 at theory's          0.6
-    python -m experiments.scafflix generalisation        test accuracy against bits; figures in the README                   5
-    python -m experiments.scafflix ablations             alpha, cohort size and p of a network; figures in the README      3.6
-    python -m experiments.scafflix baselines             Ditto, FedProx, Scaffold and the three above; README                7
+    python -m experiments.scafflix double-acceleration 3 data sets, 4 splits, 5 alpha: 0.18 to 0.39 of GD's rounds  28
+    python -m experiments.scafflix condition-number    slopes 0.49 and 1.00 (quadratics), 0.48 and 0.98 (logistic) 1.4
+    python -m experiments.scafflix inexact             2.7 times the iterations for epsilon = 1e-6 as for 1e-1     0.3
+    python -m experiments.scafflix stepsizes           one a client: 42 to 53 rounds against 46 to 56 (mushrooms)  1.7
+    python -m experiments.scafflix probability         fewest rounds (26) at half of theory's p, 45 at theory's    0.6
+    python -m experiments.scafflix generalisation      test accuracy against bits; figures in the README             5
+    python -m experiments.scafflix ablations           alpha, cohort size and p of a network; README               3.6
+    python -m experiments.scafflix baselines           Ditto, FedProx, Scaffold and the three above; README          7
 
-What to expect, and CPU minutes that were measured (networks: `--task fashion --model mlp`, in pieces).  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer`
-and `--task digits` need neither.  A command that was killed goes on when it is given again.
+Each line has what to expect, and the CPU minutes that were measured (networks: `--task fashion --model mlp`, in
+pieces).  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer` and `--task digits` need
+neither.  To resume a command that was killed, give it again.
 """
 
 from dataclasses import replace
@@ -35,7 +36,12 @@ from experiments.scafflix.problem import Problem, Settings, problem, value_and_g
 def communicated(record: Record, h: int, s: int) -> np.ndarray:
     """The FLIX objective at x after 0, 1, 2, ... communications, from a record of `scafflix.iterations`.
 
-    Right after a communication every client is at its mixture of x, so the loss of that iteration is the objective's.
+    Right after a communication every client is at its mixture of x, so the loss of that iteration is the objective.
+
+    Args:
+        record: Record with metrics [hparams, seed, iteration].
+        h: Number of the hparams.
+        s: Number of the seed.
     """
     loss, bits = record.metrics["loss"][h, s], record.metrics["bits_up"][h, s]
     return loss[np.concatenate([[0], np.flatnonzero(bits[:-1] > 0) + 1])]
@@ -44,22 +50,30 @@ def communicated(record: Record, h: int, s: int) -> np.ndarray:
 def run_grid(
     problem: Problem, algorithm, hparams: list, seeds: int, rounds: int, settings: Settings, label: str
 ) -> Record:
-    """All hparams with all seeds from x^0 = 1, as one vmapped program in chunks; saved under `label`."""
+    """Run all hparams with all seeds from x^0 = 1, as one vmapped program in chunks; saved under `label`."""
     d = problem.dataset.features.shape[1]
     state = algorithm.init(jnp.ones(d), jnp.arange(settings.n), optimum=jnp.asarray(problem.optimum))
     keys = jax.random.split(jax.random.key(settings.seed), seeds)
     _, record = runner.loop(
-        keys, algorithm, runner.stack(hparams), state, problem.data, rounds,
-        chunk=100, checkpoint=settings.out / f"{label}.ckpt", label=label, progress=settings.progress,
-        bits_init=64.0,  # alpha_i^2 / gamma_i, once
+        keys,
+        algorithm,
+        runner.stack(hparams),
+        state,
+        problem.data,
+        rounds,
+        chunk=100,
+        checkpoint=settings.out / f"{label}.ckpt",
+        label=label,
+        progress=settings.progress,
+        bits_init=64.0,  # every client sends alpha_i^2 / gamma_i once
         config={"dataset": problem.name, "split": problem.split, "n": settings.n, "d": d, "mu": settings.mu},
-    )  # fmt: skip
+    )
     record.save(settings.out / label)
     return record
 
 
 def accelerate(problem: Problem, settings: Settings) -> dict:
-    """Rounds of Scafflix and of GD to the accuracy, for every alpha, nothing tuned."""
+    """Rounds of Scafflix and of GD to the accuracy, for every alpha; nothing is tuned."""
     smooth, name = problem.smoothness, f"{problem.name}_{problem.split}"
     gradient = value_and_grad(settings.mu)
     floors = [
@@ -74,14 +88,24 @@ def accelerate(problem: Problem, settings: Settings) -> dict:
     )
     length = int(np.ceil(1.3 * kappa * np.log(gap / settings.accuracy) / 100)) * 100
     ours = run_grid(
-        problem, scafflix.iterations(gradient), [scafflix.theoretical(smooth.L_i, settings.mu, a) for a in settings.alphas],
-        settings.seeds, length, settings, f"{name}_scafflix",
-    )  # fmt: skip
-    # L of the average, not the average of the L_i: the larger stepsize, so the stronger opponent.
+        problem,
+        scafflix.iterations(gradient),
+        [scafflix.theoretical(smooth.L_i, settings.mu, a) for a in settings.alphas],
+        settings.seeds,
+        length,
+        settings,
+        f"{name}_scafflix",
+    )
+    # L of the average is at most the average of the L_i: its larger stepsize makes GD the stronger opponent.
     plain = run_grid(
-        problem, flix.flix(gradient), [flix.theoretical(np.full(settings.n, smooth.L), a) for a in settings.alphas],
-        1, length, settings, f"{name}_gd",
-    )  # fmt: skip
+        problem,
+        flix.flix(gradient),
+        [flix.theoretical(np.full(settings.n, smooth.L), a) for a in settings.alphas],
+        1,
+        length,
+        settings,
+        f"{name}_gd",
+    )
     curves, rows = {}, []
     for h, (alpha, floor) in enumerate(zip(settings.alphas, floors)):
         runs = [communicated(ours, h, s) - floor for s in range(settings.seeds)]
@@ -90,16 +114,22 @@ def accelerate(problem: Problem, settings: Settings) -> dict:
         curves[alpha] = (runs[0], descent)
         rows.append(
             {
-                "dataset": problem.name, "split": problem.split, "alpha": alpha, "kappa_max": kappa,
-                "gd": tables.first(descent, settings.accuracy), "scafflix": float(rounds.mean()), "scafflix_std": float(rounds.std()),
+                "dataset": problem.name,
+                "split": problem.split,
+                "alpha": alpha,
+                "kappa_max": kappa,
+                "gd": tables.first(descent, settings.accuracy),
+                "scafflix": float(rounds.mean()),
+                "scafflix_std": float(rounds.std()),
                 "ratio": float(rounds.mean() / tables.first(descent, settings.accuracy)),
             }
-        )  # fmt: skip
+        )
     replace(ours, config={**ours.config, "rounds": rows}).save(settings.out / f"{name}_scafflix")
     return {"curves": curves, "rows": rows}
 
 
 def acceleration_table(rows: list[dict], settings: Settings) -> str:
+    """The table of `double_acceleration` as text."""
     lines = [
         f"communication rounds to f - f* <= {settings.accuracy:g}, n = {settings.n}, mu = {settings.mu}",
         f"{'data set':14} {'split':9} {'alpha':>5} {'kappa_max':>9} {'GD':>7} {'Scafflix':>16} {'ratio':>6}",
@@ -122,7 +152,7 @@ def acceleration_table(rows: list[dict], settings: Settings) -> str:
 
 
 def double_acceleration(settings: Settings) -> list[dict]:
-    """The figure of L1440 and those of L3830: FLIX objective against communication rounds, nothing tuned."""
+    """Figs. 3.1 and B.4: FLIX objective against communication rounds; nothing is tuned."""
     rows: list[dict] = []
     for split in settings.splits:
         figure, axes = plt.subplots(
@@ -156,7 +186,7 @@ def double_acceleration(settings: Settings) -> list[dict]:
 
 
 def inexact(settings: Settings) -> list[dict]:
-    """L1573 and Figs. L1521, L3850: local optima to |grad| < epsilon, or after so many iterations, from x_i^0 = 100."""
+    """Sec. 3.3.4, Figs. 3.4 and B.5: local optima to |grad| < epsilon, or after some iterations, from x_i^0 = 100."""
     name, alpha, rounds = settings.datasets[0], settings.alphas[0], 120
     exact = problem(name, "iid", settings)
     gradient, n = value_and_grad(settings.mu), settings.n
@@ -186,10 +216,15 @@ def inexact(settings: Settings) -> list[dict]:
         steps = np.asarray(local.iterations)
         rows.append(
             {
-                "kind": kind, "value": value, "iterations_mean": float(steps.mean()), "iterations_min": int(steps.min()),
-                "iterations_max": int(steps.max()), "distance": float(seen.distance[-1]), "loss": float(seen.loss[-1]) - floor.value,
+                "kind": kind,
+                "value": value,
+                "iterations_mean": float(steps.mean()),
+                "iterations_min": int(steps.min()),
+                "iterations_max": int(steps.max()),
+                "distance": float(seen.distance[-1]),
+                "loss": float(seen.loss[-1]) - floor.value,
             }
-        )  # fmt: skip
+        )
     figure, axes = plt.subplots(1, 3, figsize=(7.0, 2.2), layout="constrained")
     for axis, kind in zip(axes, ("epsilon", "iterations")):
         shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, sum(k == kind for k, _ in curves)))
@@ -216,10 +251,13 @@ def inexact(settings: Settings) -> list[dict]:
     plots.save(figure, settings.out / "inexact.png")
     lines = [
         f"{name}, n = {n}, alpha = {alpha}, x_i^0 = 100; after {rounds} rounds",
-        f"{'kind':11} {'value':>8} {'iterations (min, mean, max)':>28} {'mean |xt - xt*|^2':>18} {'mean f_i - best':>16}",
+        f"{'kind':11} {'value':>8} {'iterations (min, mean, max)':>28} "
+        f"{'mean |xt - xt*|^2':>18} {'mean f_i - best':>16}",
     ]
     lines += [
-        f"{r['kind']:11} {r['value']:8g} {r['iterations_min']:8d} {r['iterations_mean']:10.1f} {r['iterations_max']:8d} {r['distance']:18.3e} {r['loss']:16.3e}"
+        f"{r['kind']:11} {r['value']:8g} "
+        f"{r['iterations_min']:8d} {r['iterations_mean']:10.1f} {r['iterations_max']:8d} "
+        f"{r['distance']:18.3e} {r['loss']:16.3e}"
         for r in rows
     ]
     lines.append(f"iterations at epsilon = 1e-6 over those at 1e-1: {mean[0] / mean[-1]:.2f} (thesis: 23.55)")
@@ -228,7 +266,7 @@ def inexact(settings: Settings) -> list[dict]:
 
 
 def stepsizes(settings: Settings) -> list[dict]:
-    """L1577 and Fig. L1523: gamma_i = 1/L_i against 1/max_i L_i for all, each at its own best p."""
+    """Sec. 3.3.4, Fig. 3.5: gamma_i = 1/L_i against 1/max_i L_i for all clients, each at its own best p."""
     rows, shades = [], plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings.alphas)))
     names = settings.datasets[:2]
     figure, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names), 2.3), squeeze=False, layout="constrained")
@@ -260,7 +298,8 @@ def stepsizes(settings: Settings) -> list[dict]:
     axes[0, 0].legend(ncols=2, columnspacing=0.8, handlelength=1.4)
     plots.save(figure, settings.out / "stepsizes.png")
     lines = [
-        f"{'data set':14} {'alpha':>5} {'individual':>11} {'global':>8}   rounds to {settings.accuracy:g}, feature-wise split"
+        f"{'data set':14} {'alpha':>5} {'individual':>11} {'global':>8}   "
+        f"rounds to {settings.accuracy:g}, feature-wise split"
     ]
     lines += [f"{r['dataset']:14} {r['alpha']:5.1f} {r['individual']:11.1f} {r['global']:8.1f}" for r in rows]
     tables.save(settings.out / "stepsizes", rows, "\n".join(lines))
@@ -319,7 +358,12 @@ def probability(settings: Settings) -> list[dict]:
 
 
 COMMANDS = {
-    "double-acceleration": double_acceleration, "condition-number": scafflix_condition.condition_number, "inexact": inexact,
-    "stepsizes": stepsizes, "probability": probability, "generalisation": scafflix_networks.generalisation,
-    "ablations": scafflix_networks.ablations, "baselines": scafflix_networks.baselines,
-}  # fmt: skip
+    "double-acceleration": double_acceleration,
+    "condition-number": scafflix_condition.condition_number,
+    "inexact": inexact,
+    "stepsizes": stepsizes,
+    "probability": probability,
+    "generalisation": scafflix_networks.generalisation,
+    "ablations": scafflix_networks.ablations,
+    "baselines": scafflix_networks.baselines,
+}

@@ -1,6 +1,9 @@
-"""Corollary 1 of Chapter 3: communication rounds against the condition number, `python -m experiments.scafflix condition-number`.
+"""Corollary 3.2.4: communication rounds against the condition number.
 
-Expected: slopes of log rounds 0.49 (Scafflix) and 1.00 (GD) on quadratics, 0.48 and 0.98 on logistic regression; 1.4 CPU minutes.
+    python -m experiments.scafflix condition-number
+
+Expected: slopes of log rounds 0.49 (Scafflix) and 1.00 (GD) on quadratics, 0.48 and 0.98 on logistic regression; 1.4
+CPU minutes.
 """
 
 from dataclasses import replace
@@ -19,23 +22,29 @@ from experiments.scafflix.problem import Settings, problem, value_and_grad
 
 
 def spread_quadratics(kappa: float, n: int, d: int, seed: int) -> quadratic.Quadratic:
-    """All H_i share eigenvectors and run from mu = 1/kappa to L = 1, so that f is as badly conditioned as each f_i."""
+    """Quadratics whose H_i are the same matrix, with eigenvalues from mu = 1/kappa to L = 1.
+
+    Thus f is as badly conditioned as each f_i.
+    """
     rng = np.random.default_rng(seed)
     basis, _ = np.linalg.qr(rng.standard_normal((d, d)))
     spectrum = np.geomspace(1 / kappa, 1, d)
     H = np.broadcast_to((basis * spectrum) @ basis.T, (n, d, d))
-    # Minimisers differ by as much along flat directions as along steep ones.
+    # The minimisers differ along flat directions as much as along steep ones.
     return quadratic.Quadratic((H + H.transpose(0, 2, 1)) / 2, rng.standard_normal((n, d)))
 
 
 def slope(kappas, rounds) -> float:
-    """Of the least-squares line through (log kappa, log rounds)."""
+    """Slope of the least-squares line through (log kappa, log rounds)."""
     return float(np.polyfit(np.log(kappas), np.log(rounds), 1)[0])
 
 
 @cache
 def _observed(gradient):
-    """Scafflix and GD with |x - x*|^2.  A client's batch is (its data, x*), so that all problems of a size share two programs."""
+    """Scafflix and GD with the metric |x - x*|^2.
+
+    A client's batch is (its data, x*), so that all problems of one size share two compiled programs.
+    """
 
     def own(params, batch):
         return gradient(params, batch[0])
@@ -47,16 +56,31 @@ def _observed(gradient):
 
 
 def length_for(kappa: float, fraction: float = 1e-6) -> int:
-    """Iterations in which both methods get there."""
+    """Number of iterations in which both methods reach the fraction."""
     return int(1.3 * kappa * np.log(1 / fraction)) + 200
 
 
 def rounds_to_accuracy(
     gradient, data, smooth, mu, anchors, optimum, settings: Settings, fraction: float = 1e-6, length: int | None = None
 ):
-    """(kappa, rounds of Scafflix, rounds of GD) until |x - x*|^2 is `fraction` of the first, alpha = 0.5.
+    """Rounds of Scafflix and of GD until |x - x*|^2 is `fraction` of its first value, at alpha = 0.5.
 
-    The distance, because Psi measures distances: the objective itself hardly sees the flat directions that cost the rounds.
+    The distance is measured, because the theory's Psi consists of distances.  The flat directions, which cost most
+    rounds, hardly change the objective.
+
+    Args:
+        gradient: (params [d], data of one client) -> (loss, gradient [d]).
+        data: Data of all clients, with a leading client axis.
+        smooth: Smoothness constants.
+        mu: Strong convexity constant.
+        anchors: Local optima [n, d].
+        optimum: Minimiser of the FLIX objective [d].
+        settings: The settings.
+        fraction: Target, as a fraction of the first |x - x*|^2.
+        length: Number of iterations; None: `length_for`.
+
+    Returns:
+        (kappa, rounds of Scafflix, rounds of GD).
     """
     n, d = anchors.shape
     alpha, kappa = 0.5, smooth.L_max / mu
@@ -79,7 +103,7 @@ def rounds_to_accuracy(
 
 
 def condition_number(settings: Settings) -> dict[str, dict]:
-    """Corollary 1 (L1386): rounds grow like sqrt(kappa); those of GD like kappa."""
+    """Cor. 3.2.4: rounds of Scafflix grow like sqrt(kappa), those of GD like kappa."""
     found: dict[str, list] = {"quadratics": [], "logistic": []}
     gradient = jax.value_and_grad(quadratic.loss)
     for kappa in np.geomspace(10, 1e4, 7):
@@ -87,10 +111,16 @@ def condition_number(settings: Settings) -> dict[str, dict]:
         smooth = quadratic.constants(data)
         found["quadratics"].append(
             rounds_to_accuracy(
-                gradient, jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c,
-                quadratic.optimum(data).params, settings,  # of FLIX too, where all clients have the same alpha
+                gradient,
+                jax.tree.map(jnp.asarray, data),
+                smooth,
+                1 / kappa,
+                data.c,
+                # This is also FLIX's optimum, because all clients have the same alpha.
+                quadratic.optimum(data).params,
+                settings,
             )
-        )  # fmt: skip
+        )
     for mu in np.geomspace(1e-1, 1e-3, 5):
         one = problem("breast_cancer", "iid", replace(settings, mu=float(mu)))
         optimum = logistic.flix_optimum(one.dataset, one.rows, float(mu), 0.5, one.optimum).params
@@ -101,7 +131,8 @@ def condition_number(settings: Settings) -> dict[str, dict]:
     results, lines = (
         {},
         [
-            f"{'problem':12} {'kappa':>9} {'Scafflix':>9} {'GD':>9}   rounds to 1e-6 of the first |x - x*|^2, alpha = 0.5"
+            f"{'problem':12} {'kappa':>9} {'Scafflix':>9} {'GD':>9}   "
+            "rounds to 1e-6 of the first |x - x*|^2, alpha = 0.5"
         ],
     )
     for marker, (name, rows) in zip("os", found.items()):

@@ -1,9 +1,10 @@
-"""Networks of Chapter 3: what each method's clients deploy, measured on rows that nobody trained or tuned on.
+"""Networks of Chapter 3: accuracy of the models that clients deploy, on rows that were not used for training or tuning.
 
-Every client's rows are cut into training, validation and test parts (60/15/25 %).  Stepsizes are tuned over one grid, the same for all methods,
-by validation accuracy with one seed; the figures show test accuracy over `seeds` other seeds (which draw the network's start, the
-local optima, cohorts, coins and rows).  FedAvg, FedProx, Scaffold and Ditto take 1/p local steps of `batch` rows a round, Scafflix
-takes Geometric(p) of them, FLIX one step of batch/p rows: the same work a round on average.
+Every client's rows are cut into training, validation and test parts (60/15/25 %).  Stepsizes are tuned over one grid,
+the same for all methods, by validation accuracy with one seed.  The figures show test accuracy over `seeds` other
+seeds, which draw the network's start, the local optima, cohorts, coins and rows.  All methods do the same work per
+round on average: FedAvg, FedProx, Scaffold and Ditto take 1/p local steps of `batch` rows, Scafflix takes Geometric(p)
+such steps, and FLIX takes one step of batch/p rows.
 """
 
 from collections.abc import Callable
@@ -29,30 +30,35 @@ from experiments import plots, tables
 
 @dataclass(frozen=True)
 class Settings:
-    task: Literal["digits", "fashion", "shakespeare"] = (
-        "fashion"  # digits is embedded; the others are read from $COMMJAX_DATA
-    )
-    model: Literal["small", "mlp", "thesis", "fedjax"] = (
-        "small"  # thesis / fedjax: the full CNN or LSTM, for an accelerator
-    )
-    clients: int = 100  # at most; Shakespeare: the speakers with most windows
-    rows: int = 200  # of each client, at most
-    cohort: int = 10  # clients a round
+    # digits is embedded; the others are read from $COMMJAX_DATA
+    task: Literal["digits", "fashion", "shakespeare"] = "fashion"
+    # thesis / fedjax: the full CNN or LSTM, for an accelerator
+    model: Literal["small", "mlp", "thesis", "fedjax"] = "small"
+    clients: int = 100  # clients, at most; Shakespeare: the speakers with most windows
+    rows: int = 200  # rows of each client, at most
+    cohort: int = 10  # clients per round
     rounds: int = 200  # communication rounds
     batch: int = 20  # rows of a stochastic gradient
-    p: float = 0.2  # Scafflix's chance to communicate; 1/p local steps of the others
+    p: float = 0.2  # Scafflix's probability to communicate; the others take 1/p local steps
     alpha: float = 0.3  # weight of the global model
-    local_steps: int = 200  # of each client's own training towards x_i*
-    local_stepsize: float = 0.1  # of these
+    local_steps: int = 200  # steps of each client's own training towards x_i*
+    local_stepsize: float = 0.1  # stepsize of this training
     stepsizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # the grid, the same for all methods
-    seeds: int = 5  # error bars
+    seeds: int = 5  # runs behind the error bars
     every: int = 20  # rounds between two evaluations
-    out: Path = Path("results/scafflix")  # records, figures, checkpoints
-    progress: bool = True  # show a bar
+    out: Path = Path("results/scafflix")  # folder of records, figures and checkpoints
+    progress: bool = True  # show a progress bar
 
 
 class Task(NamedTuple):
-    """Stacked rows of all clients, and the problem's functions."""
+    """Rows of all clients, stacked, and the problem's functions.
+
+    Attributes:
+        train: Training rows.
+        validation: Rows to tune stepsizes on.
+        test: Test rows.
+        problem: Start, loss and accuracy of the network.
+    """
 
     train: Examples
     validation: Examples
@@ -61,12 +67,19 @@ class Task(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How a method is made and what its clients deploy."""
+    """How a method is built, and which model its clients deploy.
 
-    build: Callable[[Any, Settings], Algorithm]  # (value_and_grad, settings)
-    hparams: Callable[[float, Settings], Any]  # (stepsize, settings)
-    model: Callable[[Any, Any, Any], Any] = lambda hparams, server, client: server.params  # of one client
-    personal: bool = False  # starts from local optima
+    Attributes:
+        build: (value_and_grad, settings) -> the algorithm.
+        hparams: (stepsize, settings) -> its hparams.
+        model: (hparams, server's state, one client's state) -> the parameters that the client deploys.
+        personal: Whether it starts from local optima.
+    """
+
+    build: Callable[[Any, Settings], Algorithm]
+    hparams: Callable[[float, Settings], Any]
+    model: Callable[[Any, Any, Any], Any] = lambda hparams, server, client: server.params
+    personal: bool = False
 
 
 def _steps(settings: Settings) -> int:
@@ -74,7 +87,10 @@ def _steps(settings: Settings) -> int:
 
 
 def _how(settings: Settings) -> dict[str, Any]:
-    """A full network fills the machine by itself: one client after another is faster there."""
+    """Options of the algorithm.
+
+    A full network fills the machine by itself, so running clients one by one is faster.
+    """
     return {"cohort": settings.cohort, "over": jax.vmap if settings.model in ("small", "mlp") else rounds.one_by_one}
 
 
@@ -92,25 +108,34 @@ def _mixed(hparams, server, client):
 METHODS = {
     "Scafflix": Method(
         lambda f, s: scafflix.scafflix(f, local.minibatch(s.batch), **_how(s)),
-        lambda gamma, s: scafflix.HParams(gamma, s.alpha, s.p), _mixed, personal=True,
+        lambda gamma, s: scafflix.HParams(gamma, s.alpha, s.p),
+        _mixed,
+        personal=True,
     ),
     "FLIX": Method(
         lambda f, s: flix.flix(f, local.minibatch(s.batch * _steps(s)), **_how(s)),
-        lambda gamma, s: flix.HParams(gamma, s.alpha), _mixed, personal=True,
+        lambda gamma, s: flix.HParams(gamma, s.alpha),
+        _mixed,
+        personal=True,
     ),
     "FedAvg": Method(_local(fedavg.fedavg), lambda gamma, s: fedavg.HParams(gamma, 1.0)),
     "FedProx": Method(_local(fedprox.fedprox), lambda gamma, s: fedprox.HParams(gamma, 0.1, 1.0)),
     "Scaffold": Method(_local(scaffold.scaffold), lambda gamma, s: scaffold.HParams(gamma, 1.0)),
     "Ditto": Method(
-        _local(ditto.ditto), lambda gamma, s: ditto.HParams(gamma, gamma, 0.1, 1.0), lambda h, server, client: client.model
+        _local(ditto.ditto),
+        lambda gamma, s: ditto.HParams(gamma, gamma, 0.1, 1.0),
+        lambda h, server, client: client.model,
     ),
-}  # fmt: skip
+}
 MAIN = ("Scafflix", "FLIX", "FedAvg")
 
 
 @cache
 def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
-    """Fashion-MNIST: 5 of 10 classes a client (class-wise); digits: 3 of 10; Shakespeare: a client a speaker."""
+    """Load a task.
+
+    Fashion-MNIST has 5 of 10 classes per client (class-wise), digits 3 of 10.  A client of Shakespeare is a speaker.
+    """
     module: Any
     if task == "shakespeare":
         windows = text.roles(text.load(), length=80 if model != "small" else 40, minimum=20)
@@ -136,13 +161,13 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
 
 @cache
 def _compiled(problem: networks.Classification, build: Callable, settings: Settings) -> Algorithm:
-    """One object a setting, so that seeds and stepsizes share a compiled program."""
+    """One object per setting, so that seeds and stepsizes share a compiled program."""
     return build(jax.value_and_grad(problem.loss), settings)
 
 
 @partial(jax.jit, static_argnames=("problem", "model"))
 def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
-    """Right over all targets, each client with the model that it deploys."""
+    """Share of right predictions over all targets; each client uses the model that it deploys."""
 
     def one(client, data):
         return problem.accuracy_sums(model(hparams, server, client), data)
@@ -153,26 +178,32 @@ def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
 
 @cache
 def _own(problem: networks.Classification, batch: int):
-    """A client's gradient and its rows: one object each, so that the seeds share a compiled program."""
+    """Gradient and minibatches of a client: one object each, so that the seeds share a compiled program."""
     return jax.value_and_grad(problem.loss), local.minibatch(batch)
 
 
 def begin(task: Task, settings: Settings, seed: int, personal: bool):
-    """The network's start, and x_i* by local SGD from there."""
+    """The network's start, and with `personal` the local optima x_i* by local SGD from there."""
     key_init, key_local = jax.random.split(jax.random.key(1000 + seed))
     params = task.problem.init(key_init, task.train.inputs[0, :1])
     if not personal:
         return params, None
     gradient, sample = _own(task.problem, settings.batch)
     optimum = flix.local_sgd(
-        key_local, gradient, params, task.train, stepsize=settings.local_stepsize, steps=settings.local_steps,
-        sample=sample, over=_how(settings)["over"],
-    )  # fmt: skip
+        key_local,
+        gradient,
+        params,
+        task.train,
+        stepsize=settings.local_stepsize,
+        steps=settings.local_steps,
+        sample=sample,
+        over=_how(settings)["over"],
+    )
     return params, optimum
 
 
 class Starts:
-    """Starts of the seeds, each made once a command."""
+    """Starts of the seeds, each computed once per command."""
 
     def __init__(self, task: Task, settings: Settings):
         self.make = cache(lambda seed, personal: begin(task, settings, seed, personal))
@@ -183,7 +214,8 @@ def train(
 ) -> Record:
     """One run; its record has test and validation accuracy every few rounds."""
     method = METHODS[name]
-    shape = replace(settings, alpha=0.0, stepsizes=(), seeds=0)  # what does not change the program
+    # These settings do not change the program, so all their values share one.
+    shape = replace(settings, alpha=0.0, stepsizes=(), seeds=0)
     algorithm, hparams = _compiled(task.problem, method.build, shape), method.hparams(stepsize, settings)
     params, optimum = starts.make(seed, method.personal)
     n = len(task.train.weights)
@@ -196,10 +228,26 @@ def train(
     label = label or f"{settings.task}_{name}_{stepsize:g}_{seed}"
     path = settings.out / "networks" / label
     _, record = runner.loop(
-        jax.random.key(seed), algorithm, hparams, state, task.train, settings.rounds, chunk=settings.every, evaluate=evaluate,
-        checkpoint=path.with_name(path.name + ".ckpt"), label=label, progress=settings.progress,
-        config={"task": settings.task, "method": name, "stepsize": stepsize, "seed": seed, "clients": n, "cohort": settings.cohort},
-    )  # fmt: skip
+        jax.random.key(seed),
+        algorithm,
+        hparams,
+        state,
+        task.train,
+        settings.rounds,
+        chunk=settings.every,
+        evaluate=evaluate,
+        checkpoint=path.with_name(path.name + ".ckpt"),
+        label=label,
+        progress=settings.progress,
+        config={
+            "task": settings.task,
+            "method": name,
+            "stepsize": stepsize,
+            "seed": seed,
+            "clients": n,
+            "cohort": settings.cohort,
+        },
+    )
     record.save(path)
     return record
 
@@ -216,7 +264,7 @@ def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> float:
 
 
 def measure(task: Task, names, settings: Settings) -> dict[str, dict]:
-    """Tune, then run the seeds: test accuracy [seed, evaluation] against megabits up of one client."""
+    """Tune, then run the seeds: test accuracy [seed, evaluation] against megabits that one client uploads."""
     found = {}
     starts = Starts(task, settings)
     for name in names:
@@ -235,7 +283,7 @@ def measure(task: Task, names, settings: Settings) -> dict[str, dict]:
 
 
 def alone(task: Task, starts: Starts, seed: int) -> float:
-    """Test accuracy of the local optima by themselves, for which nothing is sent."""
+    """Test accuracy of the local optima by themselves, without any communication."""
     params, optimum = starts.make(seed, True)
     rows = flix.Client(jnp.arange(len(task.train.weights)), optimum)
     server = flix.Server(jnp.zeros((), jnp.int32), params)
@@ -243,27 +291,35 @@ def alone(task: Task, starts: Starts, seed: int) -> float:
 
 
 def table(found: dict[str, dict], settings: Settings) -> tuple[str, list[dict]]:
+    """The results as text and as rows."""
     rows = []
     for name, one in found.items():
         last = one["test"][:, -1] if one["test"].ndim == 2 else one["test"]
         rows.append(
             {
-                "task": settings.task, "method": name, "stepsize": one.get("stepsize"), "accuracy": 100 * float(last.mean()),
-                "std": 100 * float(last.std(ddof=1)) if len(last) > 1 else float("nan"), "megabits": float(one["megabits"][-1]) if "megabits" in one else 0.0,
+                "task": settings.task,
+                "method": name,
+                "stepsize": one.get("stepsize"),
+                "accuracy": 100 * float(last.mean()),
+                "std": 100 * float(last.std(ddof=1)) if len(last) > 1 else float("nan"),
+                "megabits": float(one["megabits"][-1]) if "megabits" in one else 0.0,
             }
-        )  # fmt: skip
+        )
     lines = [
-        f"{settings.task}: test accuracy of what the clients deploy after {settings.rounds} rounds, mean +- deviation of {settings.seeds} seeds",
+        f"{settings.task}: test accuracy of what the clients deploy after {settings.rounds} rounds, "
+        f"mean +- deviation of {settings.seeds} seeds",
         f"{'method':12} {'stepsize':>8} {'accuracy, %':>16} {'Mbit up':>9}",
     ]
     lines += [
-        f"{r['method']:12} {'' if r['stepsize'] is None else format(r['stepsize'], 'g'):>8} {r['accuracy']:8.2f} +- {r['std']:4.2f} {r['megabits']:9.3f}"
+        f"{r['method']:12} {'' if r['stepsize'] is None else format(r['stepsize'], 'g'):>8} "
+        f"{r['accuracy']:8.2f} +- {r['std']:4.2f} {r['megabits']:9.3f}"
         for r in rows
     ]
     return "\n".join(lines), rows
 
 
 def curves(axes, found: dict[str, dict]) -> None:
+    """Draw test accuracy against megabits, with error bars."""
     for name, one in found.items():
         mean, spread = 100 * one["test"].mean(axis=0), 100 * one["test"].std(axis=0, ddof=1)
         if name == "local only":
@@ -273,11 +329,14 @@ def curves(axes, found: dict[str, dict]) -> None:
     axes.set_xlabel("Mbit sent by one client")
     axes.set_ylabel("test accuracy, %")
     worst = min(100 * one["test"].mean(axis=0)[-1] for name, one in found.items() if name != "local only")
-    axes.set_ylim(bottom=max(0, worst - 12))  # the start of an untrained network would hide the rest
+    axes.set_ylim(bottom=max(0, worst - 12))  # the accuracy of the untrained network would hide the rest
 
 
 def generalisation(settings: Settings) -> list[dict]:
-    """Fig. L1476: Scafflix, FLIX and FedAvg, tuned alike; the dotted line is what clients reach without any communication."""
+    """Fig. 3.2: Scafflix, FLIX and FedAvg, tuned alike.
+
+    The dotted line is the accuracy that clients reach without any communication.
+    """
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     found = measure(task, MAIN, settings)
     figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
@@ -293,7 +352,7 @@ def generalisation(settings: Settings) -> list[dict]:
 
 
 def baselines(settings: Settings) -> list[dict]:
-    """The table of L3789, with the methods that are built here; its FedCR, FedPAC and FedSR are not."""
+    """Table B.1, with the methods of this package; FedCR, FedPAC and FedSR of that table are left out."""
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     found = measure(task, tuple(METHODS), settings)
     text_table, rows = table(found, settings)
@@ -302,7 +361,7 @@ def baselines(settings: Settings) -> list[dict]:
 
 
 def ablations(settings: Settings) -> list[dict]:
-    """Fig. L1506: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
+    """Fig. 3.3: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
     task = load(settings.task, settings.model, settings.clients, settings.rows)
     starts = Starts(task, settings)
     stepsize = tuned(task, "Scafflix", starts, settings)
@@ -324,8 +383,14 @@ def ablations(settings: Settings) -> list[dict]:
             ]
             scores = 100 * np.array([record.evaluations["test"] for record in records])
             panel.errorbar(
-                records[0].evaluations["round"], scores.mean(axis=0), yerr=scores.std(axis=0), color=shade, capsize=1.5, elinewidth=0.7, label=f"{value:g}",
-            )  # fmt: skip
+                records[0].evaluations["round"],
+                scores.mean(axis=0),
+                yerr=scores.std(axis=0),
+                color=shade,
+                capsize=1.5,
+                elinewidth=0.7,
+                label=f"{value:g}",
+            )
             rows.append({"knob": knob, "value": value, "accuracy": scores[:, -1].mean(), "std": scores[:, -1].std()})
         panel.set_xlabel("communication rounds")
         panel.legend(title={"alpha": r"$\alpha$", "cohort": r"$\tau$", "p": "$p$"}[knob], title_fontsize=7)

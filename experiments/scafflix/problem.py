@@ -21,31 +21,41 @@ SPLITS = ("iid", "label", "feature", "quantity")
 @dataclass(frozen=True)
 class Settings:
     datasets: tuple[str, ...] = ("mushrooms", "a6a", "w8a")  # LibSVM names, or breast_cancer (embedded)
-    splits: tuple[str, ...] = SPLITS  # how rows go to clients
+    splits: tuple[str, ...] = SPLITS  # how the rows are split over clients
     n: int = 8  # clients
     mu: float = 0.1  # weight of the regulariser
     alphas: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)  # weight of the global model, the same for all clients
     seeds: int = 3  # runs of Scafflix, which flips coins
     accuracy: float = 1e-8  # the target: FLIX objective minus its minimum
-    seed: int = 0  # of the splits and the coins
-    out: Path = Path("results/scafflix")  # records, figures, checkpoints
-    progress: bool = True  # show a bar
+    seed: int = 0  # seed of the splits and the coins
+    out: Path = Path("results/scafflix")  # folder of records, figures and checkpoints
+    progress: bool = True  # show a progress bar
 
 
 class Problem(NamedTuple):
-    """A data set on n clients with their own optima; float64."""
+    """A data set on n clients with their own optima, in float64.
+
+    Attributes:
+        name: Name of the data set.
+        split: One of SPLITS.
+        dataset: The whole data set.
+        rows: Row numbers of each client.
+        data: Rows of all clients, with a leading client axis.
+        smoothness: Exact smoothness constants.
+        optimum: Local optima [n, d], exact to 1e-12.
+    """
 
     name: str
     split: str
     dataset: Dataset
     rows: Any
-    data: stacked.ClientData  # leading client axis
+    data: stacked.ClientData
     smoothness: Smoothness
-    optimum: np.ndarray  # [n, d], exact to 1e-12
+    optimum: np.ndarray
 
 
 def split_rows(dataset: Dataset, split: str, n: int, seed: int) -> list[np.ndarray]:
-    """Thesis: L3820-L3826."""
+    """Row numbers of each client under one of SPLITS.  Thesis: Sec. B.4.2."""
     if split == "iid":
         return partition.blocks(len(dataset.labels), n, seed=seed)
     if split == "label":
@@ -58,6 +68,7 @@ def split_rows(dataset: Dataset, split: str, n: int, seed: int) -> list[np.ndarr
 
 
 def problem(name: str, split: str, settings: Settings) -> Problem:
+    """Split a data set over clients, and compute its exact constants and the local optima."""
     dataset = load(name)
     rows = split_rows(dataset, split, settings.n, settings.seed)
     smoothness = logistic.constants(dataset, rows, settings.mu)
@@ -68,5 +79,5 @@ def problem(name: str, split: str, settings: Settings) -> Problem:
 
 @cache
 def value_and_grad(mu: float):
-    """One object a mu, so that what was compiled for it serves again."""
+    """Loss and gradient of one client.  There is one object per mu, so that programs compiled for it are reused."""
     return jax.value_and_grad(partial(logistic.loss, mu=mu))
