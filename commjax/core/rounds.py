@@ -391,8 +391,8 @@ def check_rows(data: PyTree, n: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if jnp.shape(leaf)[:1] != (n,):
             raise ValueError(
-                f"data{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; allowed: a leading axis of {n}, one row "
-                "for each client"
+                f"data{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; allowed: a leading axis of {n}, one "
+                "row for each client"
             )
 
 

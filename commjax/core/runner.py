@@ -84,8 +84,7 @@ def run(
     """Run `num_rounds` rounds as one compiled program.
 
     The arguments are validated first (`checks.entry`).  A run that diverges is not stopped (`loop` stops it).  The
-    randomness of round t depends on (key, t) only, so a run of a rounds followed by a run of b rounds equals a run of a
-    + b rounds.
+    randomness of round t depends on (key, t) only, so 3 rounds followed by 4 rounds give the same as 7 rounds.
 
     Args:
         key: key of the run.
