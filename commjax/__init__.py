@@ -12,8 +12,9 @@
     cj.llm             Llama and OPT as pure functions
     cj.theory          every bound and constant as a function of plain numbers
 
-Modules are imported when they are first used.  In docstrings, "Thesis: Thm 2.4.1" is a theorem of the thesis that
-README.md names.  Letters E, S, F, P and W with a number, such as E9, are rows of `docs/errata.md`.
+Modules are imported when they are first used.  In docstrings, "Thesis: Thm 2.4.1" is a theorem of the thesis whose
+methods this library implements (README.md).  A letter E, S, F, P or W with a number, such as E9, is a row of
+`docs/errata.md`.
 """
 
 import importlib
