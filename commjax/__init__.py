@@ -4,16 +4,17 @@
 
     cj.algorithms      ef_bv, scafflix, fedp3, sppm_as and their baselines
     cj.compressors     top_k, rand_k, comp, natural, ... with constants and wire formats
-    cj.sampling        which clients take part in a round
+    cj.sampling        samplings of the clients that take part in a round
     cj.core            State, Algorithm, run, sweep, loop, checkpoints, records
-    cj.devices         many devices, many hosts, clients in host memory
+    cj.devices         several devices, several hosts, clients in host memory
     cj.federation      a server and clients that exchange bytes; Flower
     cj.pruning         SymWanda's scores, masks and R^2-DSnoT
     cj.llm             Llama and OPT as pure functions
     cj.theory          every bound and constant as a function of plain numbers
 
-Modules are imported when they are first used.
-In docstrings L1234 is a line of the thesis's source; E, S, F, P, W with a number are rows of `docs/errata.md`.
+Modules are imported when they are first used.  In docstrings, "Thesis: Thm 2.4.1" is a theorem of the thesis whose
+methods this library implements (README.md).  A letter E, S, F, P or W with a number, such as E9, is a row of
+`docs/errata.md`.
 """
 
 import importlib

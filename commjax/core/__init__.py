@@ -1,16 +1,16 @@
-"""What every method is made of: tuples, trees, the round, the host loop, checkpoints and records.
+"""The parts that every method uses: tuples, pytrees, the round, the host loop, checkpoints and records.
 
 base           State, Metrics, Message, Compressor, Exchange, Algorithm
 tree           arithmetic on pytrees that keeps dtypes
 rounds         broadcast, mean, cohort; `federated` makes an Algorithm of a client step and a server step
-local          steps on one client
+local          minibatches and gradient steps of one client
 runner         run, sweep, loop
-checkpoint     atomic files that a run continues from
-records        the metrics of a run, with its bits
-conventions    what other papers charge for a message
+checkpoint     files from which a run continues, written atomically
+records        settings, metrics and bits of a run
+conventions    bits that other papers count for a message
 checks         validation of arguments
-signals        SIGTERM and SIGINT wait for a checkpoint
-robust         reducers that bad messages do not move: median, trimmed mean, clipped mean
+signals        hold SIGTERM and SIGINT back until a checkpoint is written
+robust         robust reducers: median, trimmed mean, clipped mean
 progress       a progress bar
 """
 

@@ -1,7 +1,8 @@
-"""The five tuples that every method is made of.
+"""The tuples that every method is made of.
 
-An algorithm is a pair of pure functions over pytrees, a compressor a member of C(eta, omega).  Nothing here computes: see
-`commjax.core.rounds` for the round, `commjax.core.runner` for time.
+An algorithm is a pair of pure functions over pytrees.  A compressor is a member of C(eta, omega).  This module only
+defines
+types: `commjax.core.rounds` computes a round, and `commjax.core.runner` runs many of them.
 """
 
 from collections.abc import Callable
@@ -11,18 +12,20 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
-# Aliases say what an argument means.  Typed keys (`jax.random.key`) only.
+# Keys are typed keys (`jax.random.key`).
 Key = Shaped[Array, "..."]
 Params = PyTree
 ClientId = int | Shaped[Array, ""]
 
 
 class State(NamedTuple):
-    """Everything that a method remembers, in two places.
+    """Everything that a method remembers, split into the server's part and the clients' part.
 
-    `server` is replicated and has at least `round` and `params`; every leaf of `clients` has a leading axis, one row per
-    client, and `clients.id` numbers the rows.  `State(P(), P("clients"))` is therefore a prefix for `shard_map` and
-    `State(None, 0)` one for `pmap`.
+    `State(P(), P("clients"))` is therefore a prefix for `shard_map`, and `State(None, 0)` is one for `pmap`.
+
+    Attributes:
+        server: a NamedTuple with at least `round` and `params`; replicated on all devices.
+        clients: a NamedTuple whose leaves have a leading axis, one row per client; `clients.id` numbers the rows.
     """
 
     server: Any
@@ -30,19 +33,30 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one round reports.  Bits are per round; the host adds them up in float64 (`commjax.core.records`).
+    """The numbers that one round reports.
 
-    Bits are numbers of the default float dtype: without `jax_enable_x64` they are rounded above 2^24.  They are a report only.  What a
-    server accepts or refuses depends on `Compressor.length` and on the bytes that arrived, which are exact integers.
+    Bits are counted per round; the host adds them up in float64 (`commjax.core.records`).  They have the default float
+    dtype: without `jax_enable_x64` they are rounded above 2^24.  They are a report only: what a server accepts or
+    refuses depends on `Compressor.length` and on the bytes that arrived, which are exact integers.
+
+    Attributes:
+        loss: mean client loss at the params with which the round began.
+        bits_up: bits that one client sent in this round, as the mean over clients.
+        bits_down: bits that were sent to one client in this round, as the mean over clients.
     """
 
-    loss: Shaped[Array, "..."]  # mean client loss at the params with which the round began
-    bits_up: Shaped[Array, "..."]  # sent by one client in this round, mean over clients
-    bits_down: Shaped[Array, "..."]  # sent to one client in this round
+    loss: Shaped[Array, "..."]
+    bits_up: Shaped[Array, "..."]
+    bits_down: Shaped[Array, "..."]
 
 
 class Message(NamedTuple):
-    """A vector (or pytree) as the receiver sees it, and its bits: 8 * len(encode(...)), as a float (see `Metrics`)."""
+    """A vector or pytree as the receiver sees it, with its number of bits.
+
+    Attributes:
+        value: the decoded pytree.
+        bits: 8 * len(encode(...)), as a float (see `Metrics`).
+    """
 
     value: PyTree
     bits: Shaped[Array, "..."]
@@ -55,7 +69,7 @@ class Constants(NamedTuple):
         E | C(x) - E C(x) |^2   <= omega |x|^2
         E | mean_i (C_i(x_i) - E C_i(x_i)) |^2  <=  omega_ran mean_i |x_i|^2
 
-    Thesis: Sect. 2.2.1 and 2.2.2 (L767-L833).
+    Thesis: Sec. 2.2.1 and 2.2.2.
     """
 
     eta: float
@@ -64,31 +78,46 @@ class Constants(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """A randomised map on pytrees, seen as one long vector of R^d (or leaf by leaf, see `compressors.leafwise`).
+    """A randomised map on pytrees.
 
-    `key` is the key of the round and is *shared by all parties*: an independent compressor folds `id` into it, a joint one
-    (m-nice, perm-k) draws one event from it that all `n` clients agree on.  The receiver knows the key as well, so what is
-    drawn from it costs no bits.
+    The pytree is treated as one vector of R^d, or leaf by leaf (see `compressors.leafwise`).  `key` is the key of the
+    round and is *shared by all parties*.  An independent compressor folds `id` into it.  A joint compressor (m-nice,
+    perm-k) draws one event from it for all `n` clients.  The receiver knows the key as well, so what is drawn from it
+    costs no bits.
+
+    Attributes:
+        name: the name with its parameters, such as "top-3".
+        compress: (key, x, id=0, n=1) -> Message, pure and jittable.
+        constants: (d, n=1) -> Constants, for vectors of R^d and n clients.
+        encode: (key, x, id=0, n=1) -> the bytes that client `id` sends for x; on the host.
+        decode: (key, data, like, id=0, n=1) -> compress(key, x, id, n).value; on the host.
+        kept: (d, n=1) -> mean number of values in a message, for the legacy bit counts (`commjax.core.conventions`).
+        outcomes: (xs [n, d]) -> (probabilities [m], values [m, n, d]), the exact joint law for small d and n, as NumPy
+            arrays on the host; None if it is not known.
+        absence: whether one of the outcomes is "nothing is sent, and the receiver assumes 0".  A client may then be
+            absent.
+        length: (key, like, id=0, n=1) -> len(encode(key, x, id, n)), an exact int, the same for every x with the shapes
+            and dtypes of `like`; on the host.  None if it is not known.
     """
 
     name: str
-    compress: Callable[..., Message]  # (key, x, id=0, n=1) -> Message, pure and jittable
-    constants: Callable[..., Constants]  # (d, n=1) -> Constants
-    encode: Callable[..., bytes]  # (key, x, id=0, n=1) -> what the client sends for x; on the host
-    decode: Callable[..., PyTree]  # (key, data, like, id=0, n=1) -> compress(key, x, id, n).value
-    kept: Callable[..., float]  # (d, n=1) -> values in a message on average, for the legacy conventions
-    # (xs: np.ndarray [n, d]) -> (probabilities [m], values [m, n, d]): the exact joint law, for small d and n, on the host
+    compress: Callable[..., Message]
+    constants: Callable[..., Constants]
+    encode: Callable[..., bytes]
+    decode: Callable[..., PyTree]
+    kept: Callable[..., float]
     outcomes: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
-    absence: bool = False  # is "nothing was sent, 0 is assumed" one of its outcomes?  Then a client may stay away
-    # (key, like, id=0, n=1) -> len(encode(key, x, id, n)) for every x like `like`, an exact int, on the host
+    absence: bool = False
     length: Callable[..., int] | None = None
 
 
 class Reducer(NamedTuple):
-    """How the server makes one message of many, where that is not their mean (`commjax.core.robust`).
+    """An aggregation of the clients' messages that the server uses instead of the mean (`commjax.core.robust`).
 
-    `reduce(rows, present)` takes a pytree whose leaves have a leading axis of messages, and a bool for each message that says whether
-    it counts; it returns a pytree without that axis.
+    Attributes:
+        name: the name with its parameters, for error messages.
+        reduce: (rows, present) -> one message.  The leaves of `rows` have a leading axis of n messages; the result has
+            the same structure without that axis.  `present` [n] is a bool for each message that says whether it counts.
     """
 
     name: str
@@ -96,10 +125,16 @@ class Reducer(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Who speaks, when, and how: what a client knows of the federation.  `key` is shared; `own_key` is the client's: everybody can
-    compute it from `key`, unless the client has a `secret`, as it has in a federation with a private method (`commjax.federation.exchange`).
+    """What a client knows about the current round.
 
-    `send(x)` is the one way up: it compresses x in a simulation and really sends it in a federation (`commjax.federation.flower`).
+    Attributes:
+        key: key of the round, shared by all parties.
+        id: the client's number.
+        n: number of clients.
+        send: x -> Message.  The only way to send x to the server: a simulation compresses x, a federation also
+            transmits it (`commjax.federation.flower`).
+        secret: key that only this client knows.  None outside a federation, and for methods that are not private.
+        run: key of the whole run.  Scafflix needs it: its coins are drawn per iteration, not per round.
     """
 
     key: Key
@@ -107,81 +142,117 @@ class Round(NamedTuple):
     n: int
     send: Callable[[PyTree], Message]
     secret: Key | None = None
-    run: Key | None = (
-        None  # of the whole run, of which `key` is this round's; for methods whose rounds are not their own (Scafflix's coins)
-    )
+    run: Key | None = None
 
     @property
     def own_key(self) -> Key:
+        """Key of this client in this round.
+
+        Everybody can compute it from `key`, unless the client has a `secret` (`commjax.federation.exchange`).
+        """
         return jax.random.fold_in(self.key if self.secret is None else self.secret, self.id)
 
 
-InitFn = Callable[..., State]  # (params, ids, **per_client)
-StepFn = Callable[
-    ..., tuple[State, Any]
-]  # metrics: `Metrics`, or more fields after them; (key, hparams, state, batch, *, axis_name=None)
+# (params, ids, **per_client) -> State
+InitFn = Callable[..., State]
+# (key, hparams, state, batch, *, axis_name=None) -> (State, metrics); metrics begin with the fields of `Metrics`
+StepFn = Callable[..., tuple[State, Any]]
 
 
 class Codec(NamedTuple):
-    """How a message is written that depends on the client: FedP3's layers.  Nothing is lost that the other side uses."""
+    """Encoder and decoder of a payload that depends on the client, such as the layers of FedP3.
 
-    bits: Callable[[Any, int], float]  # (server, id) -> its price
-    write: Callable[
-        ..., Any
-    ]  # down: (key, server, ids, n) -> bytes for each of them; up: (key, x, id, n) -> bytes.  key: the round's
-    read: Callable[
-        ..., Any
-    ]  # (key, data, server, id, n) -> down: the fields `down` (one: itself, more: a tuple); up: x
+    `key` is the key of the round.  Decoding returns exactly what the receiver uses.
+
+    Attributes:
+        bits: (server, id) -> number of bits of the payload.
+        write: for a download (key, server, ids, n) -> a list of bytes, one payload for each of `ids`;
+            for an upload (key, x, id, n) -> bytes.
+        read: (key, data, server, id, n) -> for a download the fields that `Exchange.down` names (one field: its value,
+            several: a tuple); for an upload x.
+    """
+
+    bits: Callable[[Any, int], float]
+    write: Callable[..., Any]
+    read: Callable[..., Any]
 
 
 class Exchange(NamedTuple):
-    """The two halves of a method that exchanges once a round, for whoever runs them in two places (`commjax.federation.flower`).
+    """The client step and the server step of a method that communicates once a round.
 
-    The second part is for methods that are no `clients.federated`, and for letters that are not the same to all.
+    With it, server and clients can run in different processes (`commjax.federation.flower`).  The fields from `letter`
+    on are for methods that are not built by `rounds.federated`, and for downloads that differ from client to client.
+    `key` in `members` and `joined` is the key that `Algorithm.step` takes.
+
+    Attributes:
+        client_step: (round, hparams, server, client, data) -> (client, Message, loss).
+        server_step: (hparams, server, mean of the messages) -> server; None if `joined` is given.
+        bits_down: (server) -> number of bits that a client receives.
+        down: names of the fields of `server` that a client receives.  An upload has the structure of these fields.
+        compressor: compressor of the uploads; None sends them uncompressed.
+        cohort_size: number of clients in a round; None is all of them.
+        private: whether the method hides a client's data.  `Round.own_key` must then be secret and the loss must not be
+            sent.
+        letter: codec of the downloads; None sends the fields `down` uncompressed.
+        reply: codec of the uploads; None uses the encoding of `compressor`.
+        members: (key, round, n) -> ids of the clients in this round; None draws `cohort_size` of them at random.
+        joined: (key, hparams, server, ids, messages) -> server, where `messages` has a leading axis, one row for each
+            of `ids`; None applies `server_step` to the reduced messages.
+        start: (state) -> state that a remote server and remote clients begin with; None uses the state of `init`.
+        commit: (hparams, server, client) -> client.  A client calls it when it receives a download that confirms its
+            last upload.
+        reduce: reducer of the messages that `server_step` receives; None is the mean.
     """
 
-    client_step: Callable[..., tuple[Any, Message, Any]]  # (round, hparams, server, client, data)
-    server_step: Callable[..., Any] | None  # (hparams, server, mean of the messages)
-    bits_down: Callable[[Any], float]  # (server) -> price of what a client receives
-    down: tuple[str, ...]  # the fields of `server` that a client receives; a message up has their structure
-    compressor: Compressor | None  # of the messages; None: as they are
-    cohort_size: int | None  # how many take part in a round; None: all
-    private: bool = False  # `own_key` must be secret and the loss must not be sent: what it hides is a client's data
+    client_step: Callable[..., tuple[Any, Message, Any]]
+    server_step: Callable[..., Any] | None
+    bits_down: Callable[[Any], float]
+    down: tuple[str, ...]
+    compressor: Compressor | None
+    cohort_size: int | None
+    private: bool = False
 
-    letter: Codec | None = None  # down; None: the fields as they are
-    reply: Codec | None = None  # up; None: the compressor's encoding
-    members: Callable[..., Any] | None = (
-        None  # (key, round, n) -> ids of those who take part; None: `cohort_size` at random
-    )
-    joined: Callable[..., Any] | None = (
-        None  # (key, hparams, server, ids, messages) -> server; None: `server_step` of their mean
-    )
-    start: Callable[[State], State] | None = None  # what each side remembers, where that is not what `init` makes
-    commit: Callable[..., Any] | None = (
-        None  # (hparams, server, client) -> client, at the letter after a message that was counted
-    )
-    reduce: Reducer | None = None  # of the messages that `server_step` gets; None: their mean
+    letter: Codec | None = None
+    reply: Codec | None = None
+    members: Callable[..., Any] | None = None
+    joined: Callable[..., Any] | None = None
+    start: Callable[[State], State] | None = None
+    commit: Callable[..., Any] | None = None
+    reduce: Reducer | None = None
 
 
 class Spec(NamedTuple):
-    """What an algorithm takes, so that a run can refuse everything else before it begins (`commjax.core.checks`)."""
+    """The types and values that an algorithm accepts.
+
+    A run uses it to refuse everything else before it begins (`commjax.core.checks`).
+
+    Attributes:
+        hparams: type of the hyperparameters.
+        server: type of `State.server`.
+        client: type of `State.clients`.
+        check: (hparams, n) -> None.  It raises a ValueError for a value that is not allowed, and skips traced values.
+    """
 
     hparams: type
-    server: type  # of `State.server`
-    client: type  # of `State.clients`
-    check: Callable[
-        [Any, int], None
-    ]  # (hparams, n): a ValueError for a value that is not allowed; traced values are skipped
+    server: type
+    client: type
+    check: Callable[[Any, int], None]
 
 
 class Algorithm(NamedTuple):
-    """`init(params, ids, **per_client) -> State` and `step(key, hparams, state, batch, *, axis_name=None)`.
+    """A method as a pair of pure functions.
 
-    `step` takes the key of the *run* and derives the round's from `state.server.round`, so no key lives in a state, and a
-    run resumes from its state alone.  `hparams` is a pytree of numbers, so a sweep over it is one `vmap`.
+    `step` takes the key of the *run* and derives the key of the round from `state.server.round`.  No key lives in a
+    state, so a run resumes from its state alone.  `hparams` is a pytree of numbers, so a sweep over it is one `vmap`.
+
+    Attributes:
+        init: (params, ids, **per_client) -> State.
+        step: (key, hparams, state, batch, *, axis_name=None) -> (State, metrics), one round.
+        exchange: client step and server step of `step`; None if the method does not communicate exactly once a round.
+        spec: the accepted types and values; None accepts everything.
     """
 
     init: InitFn
     step: StepFn
-    exchange: Exchange | None = None  # the halves of `step`, where it has such
-    spec: Spec | None = None  # None: nothing is known of its hparams and state
+    exchange: Exchange | None = None
+    spec: Spec | None = None

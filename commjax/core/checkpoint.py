@@ -1,6 +1,7 @@
-"""One safetensors file: a state, what was recorded so far, and what it belongs to.  Nothing is ever unpickled.
+"""Checkpoints: one safetensors file with a state, the metrics so far, and the identity of the run.
 
-A digest of the whole content is in the file and is checked when it is read.  One process at a time writes a checkpoint.
+The file holds a digest of its content, which is checked when it is read.  Nothing is unpickled.  Only one process at a
+time can write a checkpoint.
 """
 
 import errno
@@ -30,14 +31,22 @@ _FORMAT = "commjax-checkpoint-2"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or that belongs to another run."""
+    """A checkpoint cannot be read or written, or it belongs to another run."""
 
 
 def digest(tree: PyTree) -> str:
-    """A few hex digits that change with any bit, shape, dtype or name of a tree of arrays and texts.
+    """Hash a tree of arrays and texts.
 
-    >>> digest({"x": np.zeros(2)}) == digest({"x": np.zeros(2)}), digest({"x": np.zeros(2)}) == digest({"x": np.zeros(3)})
-    (True, False)
+    Args:
+        tree: the tree.
+
+    Returns:
+        16 hex digits that depend on every bit, shape, dtype and name in the tree.
+
+    >>> digest({"x": np.zeros(2)}) == digest({"x": np.zeros(2)})
+    True
+    >>> digest({"x": np.zeros(2)}) == digest({"x": np.zeros(3)})
+    False
     """
     sha = hashlib.sha256()
     for path, leaf in _leaves(tree).items():
@@ -53,15 +62,24 @@ _seen: dict[int, tuple[weakref.ref, bytes]] = {}
 
 
 def _large(leaf: jax.Array, array: np.ndarray) -> bytes:
-    """The digest of a data set, read once a process: a JAX array cannot change, and many runs share one."""
+    """The hash of a large array, computed once per process: a JAX array cannot change, and many runs share one."""
     if id(leaf) not in _seen or _seen[id(leaf)][0]() is not leaf:
-        number = id(leaf)  # an array that is gone takes its entry along
+        number = id(leaf)  # the weak reference removes the entry when the array is deleted
         _seen[number] = weakref.ref(leaf, lambda _: _seen.pop(number, None)), hashlib.sha256(array.tobytes()).digest()
     return _seen[id(leaf)][1]
 
 
 def fingerprint(key: Key, hparams: Any, **parts: PyTree) -> dict[str, str]:
-    """What a run is besides its state: hyperparameters and key, which an error can show, and a digest of each of `parts`."""
+    """The identity of a run: what must be the same for a checkpoint to be continued.
+
+    Args:
+        key: key of the run.
+        hparams: hyperparameters of the run.
+        **parts: by name, trees of arrays and texts of which only a digest is stored.
+
+    Returns:
+        Texts by name.  An error can show those of the hyperparameters and the key.
+    """
     kind = type(hparams)
     return {
         "hparams type": f"{kind.__module__}.{kind.__qualname__}",
@@ -80,7 +98,7 @@ def _structure(tree: PyTree) -> dict[str, str]:
 
 
 def _target(path: str | Path) -> Path:
-    """The file behind a chain of symbolic links, which may not exist yet."""
+    """The file that a chain of symbolic links leads to.  It need not exist."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -88,7 +106,10 @@ def _target(path: str | Path) -> Path:
 
 
 def _try_flock(handle: int) -> bool:
-    """Lock an open file for this process; False where another holds the lock, OSError where the file system has no locks."""
+    """Lock an open file for this process.
+
+    False if another process holds the lock; OSError if the file system has no locks.
+    """
     import fcntl
 
     try:
@@ -99,7 +120,7 @@ def _try_flock(handle: int) -> bool:
 
 
 def _remove_orphans(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` left.  A living writer holds a lock on its file."""
+    """Remove the temporary files that killed writers of `path` left.  A running writer holds a lock on its file."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}")
     for entry in os.scandir(path.parent):
         if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -109,12 +130,12 @@ def _remove_orphans(path: Path) -> None:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write a file so that a reader finds the old or the new content, never a mixture, even after a power cut.
+    """Write a file so that a reader finds either the old or the new content, even after a power cut.
 
-    Temporary files that an earlier, killed writer of the same path left are removed.
+    Temporary files that killed writers of the same path left are removed.
 
     Args:
-        path: The file to write.  A symbolic link stays a link: the file behind it is replaced.
+        path: The file to write.  If it is a symbolic link, the file that it leads to is replaced.
         data: The new content.
 
     Returns:
@@ -123,7 +144,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_orphans(path)
-    # Not `tempfile`, whose files nobody else may read.
+    # Files of `tempfile` would be readable by their owner only.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
@@ -144,25 +165,28 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 
 def _acquire(lock: Path, path: Path) -> int | None:
-    """An open handle that holds the lock; None where nobody can hold one; CheckpointError where another writer does."""
+    """Open and lock the lock file.
+
+    Returns the handle, or None if nobody can write or lock there.  CheckpointError if another process holds the lock.
+    """
     while True:
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             if lock.exists() or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise CheckpointError(f"{path}: its lock file {lock} cannot be opened: {error}") from error
-            return None  # nobody can write into this folder, and `save` says so
+            return None  # nobody can write into this folder; `save` raises the error
         try:
             if not _try_flock(handle):
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
                 raise CheckpointError(f"{path} is being written by {holder}; allowed: one writer at a time")
             if lock.exists() and os.path.samestat(os.fstat(handle), os.stat(lock)):
-                with suppress(OSError):  # a full disk: the lock holds without the text
+                with suppress(OSError):  # on a full disk the lock holds without the text
                     os.ftruncate(handle, 0)
                     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
                 return handle
         except FileNotFoundError:
-            pass  # the last holder removed it just now
+            pass  # the last holder has just removed it: try again
         except OSError as error:
             os.close(handle)
             warnings.warn(
@@ -177,17 +201,18 @@ def _acquire(lock: Path, path: Path) -> int | None:
 
 @contextmanager
 def writing(path: str | Path | None, lock: bool = True) -> Iterator[signals.Deferred]:
-    """Be the only writer of a checkpoint, and let SIGTERM and SIGINT wait until it is written.
+    """Be the only writer of a checkpoint, and hold SIGTERM and SIGINT back until it is written.
 
-    The lock is a file `.NAME.lock` beside the checkpoint.  It ends with the process, however that ends; a lock file that a killed
-    process left does not matter.
+    The lock is on a file `.NAME.lock` beside the checkpoint.  It ends with the process, even if that is killed; a lock
+    file that is left over does no harm.
 
     Args:
-        path: The checkpoint, which need not exist; None changes nothing at all.
+        path: The checkpoint, which need not exist.  None takes no lock and holds no signal back.
         lock: False in the processes of a job that do not write.
 
     Returns:
-        A context with the waiting signals: call `act` after each save.  A second writer gets a CheckpointError that names the first.
+        A context that yields a `signals.Deferred`: call its `act` after each save.  A second writer gets a
+        CheckpointError that names the first.
     """
     if path is None:
         yield signals.Deferred()
@@ -211,7 +236,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _content_digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
-    """sha256 of the metadata without the digest itself, and of each tensor's name, dtype, shape and bytes."""
+    """The sha256 of the metadata (without the digest itself) and of the name, dtype, shape and bytes of each tensor."""
     told = {name: text for name, text in metadata.items() if name != "sha256"}
     sha = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for name in sorted(arrays):
@@ -222,13 +247,13 @@ def _content_digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> 
 
 
 def save(path: str | Path, state: PyTree, history: dict[str, np.ndarray], identity: dict[str, str]) -> None:
-    """Write a checkpoint atomically; bfloat16 and other exotic leaves are stored as raw bytes.
+    """Write a checkpoint atomically.  Leaves are stored as raw bytes, so every dtype is kept.
 
     Args:
         path: The file; a symbolic link is followed.
         state: A tree of arrays.
-        history: What was recorded so far, stored as float64.
-        identity: What the run is besides its state, as `fingerprint` gives it.
+        history: Metrics so far, by name, stored as float64.
+        identity: The identity of the run, as `fingerprint` gives it.
 
     Returns:
         None.
@@ -251,7 +276,7 @@ def _raw(array: np.ndarray) -> np.ndarray:
 
 
 def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors and metadata of a file whose digest is right."""
+    """Read tensors and metadata of a file, and check its digest."""
     from safetensors import SafetensorError, safe_open
 
     def unreadable(reason: object) -> CheckpointError:
@@ -274,8 +299,8 @@ def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise unreadable(error) from error
     if metadata.get("format") == "commjax-checkpoint-1":
         raise CheckpointError(
-            f"{path} has format 'commjax-checkpoint-1', which has no checksum, expected {_FORMAT!r}; finish that run with the "
-            "version that began it, or remove the file to begin again"
+            f"{path} has format 'commjax-checkpoint-1', which has no checksum, expected {_FORMAT!r}; finish that run "
+            "with the version that began it, or remove the file to begin again"
         )
     if metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}")
@@ -287,7 +312,7 @@ def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _texts(path: str | Path, metadata: dict[str, str], name: str) -> dict[str, str]:
-    """A JSON object of texts in the metadata."""
+    """Read a JSON object of texts from the metadata."""
     try:
         content = json.loads(metadata[name])
     except (KeyError, ValueError, RecursionError) as error:
@@ -300,7 +325,7 @@ def _texts(path: str | Path, metadata: dict[str, str], name: str) -> dict[str, s
 def load(
     path: str | Path, like: PyTree, identity: dict[str, str] | None = None
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """Read a checkpoint whose content is what `save` wrote; anything else is refused.
+    """Read a checkpoint that `save` wrote.
 
     Args:
         path: The file.
@@ -308,7 +333,7 @@ def load(
         identity: Entries that the stored identity must have; None checks none.
 
     Returns:
-        (state, history).  A file that is damaged, truncated, of another format, structure or run raises CheckpointError.
+        (state, history).  CheckpointError if the file is damaged or truncated, or has another format, structure or run.
     """
     return load_all(path, like, identity)[:2]
 
@@ -316,7 +341,7 @@ def load(
 def load_all(
     path: str | Path, like: PyTree, identity: dict[str, str] | None = None
 ) -> tuple[PyTree, dict[str, np.ndarray], dict[str, str]]:
-    """`load`, with the whole stored identity.
+    """Read a checkpoint with its stored identity.
 
     Args:
         path: The file.
@@ -324,7 +349,7 @@ def load_all(
         identity: Entries that the stored identity must have; None checks none.
 
     Returns:
-        (state, history, identity); CheckpointError as in `load`.
+        (state, history, identity).  CheckpointError as in `load`.
     """
     arrays, metadata = _read(path)
     found, stored, wanted = _texts(path, metadata, "structure"), _texts(path, metadata, "identity"), _structure(like)
@@ -355,15 +380,15 @@ def load_all(
 
 
 def check_identity(path: str | Path, stored: dict[str, str], identity: dict[str, str]) -> None:
-    """Refuse a file of another run.
+    """Refuse a checkpoint of another run.
 
     Args:
-        path: The file, for the message.
+        path: The file, for the error text.
         stored: The identity in the file.
         identity: The entries that it must have.
 
     Returns:
-        None; a CheckpointError names the first entry that differs.
+        None.  CheckpointError that names the first entry that differs.
     """
     for name, value in identity.items():
         if stored.get(name) != value:

@@ -1,6 +1,7 @@
-"""What a run may be given: one check at the entry of every run, and the small checks of numbers that it is made of.
+"""Validation of the arguments of a run: `entry` validates all of them, the other functions one each.
 
-A value that JAX traces has no number yet.  It is skipped: inside `jit`, `vmap` and `shard_map` only types and shapes are checked.
+A value that JAX traces has no number yet and is skipped: inside `jit`, `vmap` and `shard_map` only types and shapes are
+validated.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from commjax.core.base import Algorithm, InitFn, State
 
 
 def _number(name: str, value: Any) -> np.ndarray | None:
-    """The value as an array of float64, or None where it is traced"""
+    """The value as an array of float64, or None if it is traced."""
     if isinstance(value, Tracer):
         return None
     try:
@@ -92,7 +93,14 @@ def ids_of(ids: Any) -> None:
 
 
 def checked_init(init: InitFn) -> InitFn:
-    """`init` that refuses ids that are no vector of integers."""
+    """Let an `init` function refuse ids that are no vector of integers.
+
+    Args:
+        init: (params, ids, **per_client) -> State.
+
+    Returns:
+        The same function with the check before it.
+    """
 
     @wraps(init)
     def checked(params: Any, ids: Any, *rest: Any, **per_client: Any) -> State:
@@ -103,7 +111,7 @@ def checked_init(init: InitFn) -> InitFn:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error: its type, and what it is where that is short"""
+    """The text of a value in an error: its type with its shape, or with its shortened repr."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} of {value.dtype}{list(value.shape)}"
     text = repr(value)
@@ -111,7 +119,7 @@ def _shown(value: Any) -> str:
 
 
 def _name(kind: type) -> str:
-    """ef_bv.HParams(gamma, lam, nu)"""
+    """The text of a type in an error, such as `ef_bv.HParams(gamma, lam, nu)`."""
     fields = getattr(kind, "_fields", None)
     return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" + (f"({', '.join(fields)})" if fields else "")
 
@@ -127,7 +135,7 @@ def typed_key(key: Any) -> bool:
 
 
 def key_of(key: Any, swept: bool = False) -> None:
-    """TypeError unless `key` is a typed key, or with `swept` a row of them."""
+    """TypeError unless `key` is a typed key, or with `swept` a vector of them."""
     if not typed_key(key) or key.ndim != int(swept):
         allowed = "a row of keys, jax.random.split(key, number)" if swept else "one key, jax.random.key(seed)"
         raise TypeError(f"key must be {allowed}, got {_shown(key)}")
@@ -144,9 +152,9 @@ def hparams_of(algorithm: Algorithm, hparams: Any, n: int, swept: bool = False) 
 
     Args:
         algorithm: nothing is checked if its `spec` is None.
-        hparams: of one run, or with `swept` of several, with a leading axis.
+        hparams: hyperparameters of one run, or with `swept` of several runs.
         n: number of clients.
-        swept: whether `hparams` has that axis; then every setting is checked.
+        swept: whether the leaves of `hparams` have a leading axis of settings; every setting is then checked.
     """
     if (spec := algorithm.spec) is None:
         return
@@ -162,13 +170,13 @@ def hparams_of(algorithm: Algorithm, hparams: Any, n: int, swept: bool = False) 
 
 
 def server_of(algorithm: Algorithm, server: Any) -> None:
-    """TypeError unless `server` is one of this algorithm."""
+    """TypeError unless `server` has the type of this algorithm's server state."""
     if (spec := algorithm.spec) is not None and not isinstance(server, spec.server):
         raise TypeError(f"state.server must be {_name(spec.server)}, got {_type(server)}: it is of another method")
 
 
 def state_of(algorithm: Algorithm, state: Any) -> None:
-    """TypeError unless `state` is what this algorithm's `init` makes."""
+    """TypeError unless `state` has the types that this algorithm's `init` returns."""
     if not isinstance(state, State) or not hasattr(state.server, "round") or not hasattr(state.clients, "id"):
         raise TypeError(f"state must be what algorithm.init(params, ids) makes, got {_type(state)}")
     server_of(algorithm, state.server)
@@ -181,19 +189,19 @@ def state_of(algorithm: Algorithm, state: Any) -> None:
 def entry(
     key: Any, algorithm: Any, hparams: Any, state: Any, num_rounds: Any, *, n: int | None = None, swept: bool = False
 ) -> None:
-    """Refuse what a run cannot be given, before anything is compiled.
+    """Validate the arguments of a run, before anything is compiled.
 
     Args:
-        key: a typed key; with `swept` a row of them.
+        key: a typed key; with `swept` a vector of them.
         algorithm: an `Algorithm`.
-        hparams: of the algorithm's own type, with values that it allows.
-        state: what the algorithm's `init` makes.
+        hparams: hyperparameters of the type and with the values that the algorithm accepts.
+        state: a state of the types that the algorithm's `init` returns.
         num_rounds: an integer of at least 0.
         n: number of clients; by default the rows of `state.clients`.
-        swept: whether hparams have a leading axis of settings.
+        swept: whether the leaves of `hparams` have a leading axis of settings.
 
     Returns:
-        Nothing.  A TypeError or ValueError names the argument, what was given and what is allowed.
+        None.  A TypeError or ValueError names the argument, what was given and what is allowed.
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm must be an Algorithm, such as fedavg.fedavg(...), got {_shown(algorithm)}")
@@ -204,14 +212,14 @@ def entry(
 
 
 def minibatch_of(size: int, data: PyTree) -> None:
-    """ValueError where a client (leading axis of `data`) has fewer than `size` rows; from shapes, so padding counts as rows."""
+    """ValueError if the leaves [n, rows, ...] of `data` have fewer than `size` rows; padding counts as rows."""
     rows = min((leaf.shape[1] for leaf in jax.tree.leaves(data) if jnp.ndim(leaf) > 1), default=size)
     if size > rows:
         raise ValueError(f"minibatches: size={size}, but a client has {rows} rows; allowed: 1 to {rows}")
 
 
 def finite_tree(tree: PyTree) -> bool:
-    """Whether every number of every floating leaf is finite; for arrays on the host or the device."""
+    """Whether every number of every floating-point leaf is finite, as a Python bool."""
 
     def one(leaf: Array) -> bool:
         inexact = jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)

@@ -1,11 +1,11 @@
-"""What other codes and papers charge for a message, to match a published axis."""
+"""The bits that other programs and papers count for a message, to match the axis of a published figure."""
 
 from collections.abc import Callable
 
-# What other codes and papers charge for k of d float32 values.  The first two are below what any code can do.
+# Bits for k of d float32 values.  The first two are less than any encoding of values and positions needs.
 LEGACY: dict[str, Callable[[int, float], float]] = {
-    "32k": lambda d, k: 32 * k,  # EF21 and EF-BV experiments, the thesis's plots
-    "32k+log d": lambda d, k: 32 * k + (d - 1).bit_length(),  # positions charged once
+    "32k": lambda d, k: 32 * k,  # experiments of EF21 and EF-BV, figures of the thesis
+    "32k+log d": lambda d, k: 32 * k + (d - 1).bit_length(),  # one position for all values
     "k(32+log d)": lambda d, k: k * (32 + (d - 1).bit_length()),  # textbooks
     "64k": lambda d, k: 64 * k,  # 32-bit positions
     "96k": lambda d, k: 96 * k,  # 64-bit positions
@@ -14,7 +14,15 @@ LEGACY: dict[str, Callable[[int, float], float]] = {
 
 
 def legacy_bits(convention: str, d: int, k: int | float) -> int | float:
-    """A message of k of d values under somebody else's convention, to match a published axis.
+    """Bits of a message of k of d values, as another paper counts them.
+
+    Args:
+        convention: a name in `LEGACY`.
+        d: number of coordinates.
+        k: number of values that are sent; a mean need not be an integer.
+
+    Returns:
+        The number of bits.
 
     >>> legacy_bits("32k", 112, 2)
     64

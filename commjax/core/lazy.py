@@ -9,8 +9,8 @@ def submodules(package: str, names: Sequence[str]) -> tuple[Callable[[str], Any]
     """Make `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its `__name__`.
-        names: its submodules.
+        package: `__name__` of the package.
+        names: names of its submodules.
 
     Returns:
         `__getattr__`, which imports a submodule, and `__dir__`, which lists them for tab completion.

@@ -1,4 +1,4 @@
-"""What a client does by itself between two exchanges: pick rows, take steps."""
+"""Local computations of a client between two communications: draw rows, take gradient steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,14 @@ from jaxtyping import Array, PyTree
 from commjax.core import tree
 from commjax.core.base import Key, Params
 
-Sample = Callable[[Key, PyTree], PyTree]  # (key, data of one client) -> batch
+# (key, data of one client) -> batch
+Sample = Callable[[Key, PyTree], PyTree]
+# (params, batch) -> (loss, gradient like params)
 ValueAndGrad = Callable[[Params, Any], tuple[Array, Params]]
 
 
 def all_rows(key: Key, data: PyTree) -> PyTree:
-    """Exact gradients."""
+    """Use all rows of the client, for exact gradients."""
     return data
 
 
@@ -27,10 +29,18 @@ def _with_weights(data: PyTree, weights: Array) -> PyTree:
 
 
 def minibatch(size: int) -> Sample:
-    """`size` of the client's rows, drawn uniformly with replacement.
+    """Draw `size` of a client's rows, uniformly with replacement.
 
-    Data with `weights` (a field or a key; padding has weight 0 and stands last, see `data.partition`) is drawn from the rows
-    that count, and reweighted so that the gradient is unbiased.
+    If the data has `weights` (a field, or a key of a dictionary), only rows of positive weight are drawn, and their
+    weights are scaled by N_i / size, so that the gradient is unbiased.  Padding must have weight 0 and be last, as in
+    `data.partition`.
+
+    Args:
+        size: number of rows, at least 1.
+
+    Returns:
+        A function (key, data of one client) -> batch.  The leaves of the data are [rows, ...], those of the batch
+        [size, ...].
     """
     if size < 1:
         raise ValueError(f"minibatches: size must be at least 1, got {size}")
@@ -52,23 +62,37 @@ def minibatch(size: int) -> Sample:
 
 
 def check_batch(size: int, data: PyTree) -> None:
-    """ValueError unless every client (leading axis) has `size` rows, padding not counted; on the host, before a run.
+    """ValueError unless every client has at least `size` rows.
 
-    `minibatch` itself draws with replacement, and would not notice.
+    `minibatch` cannot check this itself: it draws with replacement.  Call this function on the host, before a run.
+
+    Args:
+        size: number of rows of a minibatch.
+        data: leaves [n, rows, ...].  Rows of weight 0 are padding and do not count.
     """
     weights = _weights(data)
     rows = [jax.tree.leaves(data)[0].shape[1]] if weights is None else (weights > 0).sum(axis=1).tolist()
     fewest = min(range(len(rows)), key=lambda client: rows[client])
     if not 1 <= size <= rows[fewest]:
         raise ValueError(
-            f"batch={size}, but client {fewest} has {rows[fewest]} rows; allowed: 1 to {rows[fewest]}, the rows of the smallest client"
+            f"batch={size}, but client {fewest} has {rows[fewest]} rows; allowed: 1 to {rows[fewest]}, the rows of the "
+            "smallest client"
         )
 
 
 def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Callable[..., tuple[Params, Array]]:
-    """`train(key, stepsize, params, data, correction=None) -> (params, loss at the first step)`: `steps` times
+    """Make a function that takes gradient steps on one client.
 
-    x <- x - stepsize (grad f(x; rows) + correction(x))
+        x <- x - stepsize (grad f(x; sample) + correction(x))
+
+    Args:
+        value_and_grad: (params, batch) -> (loss, gradient like params).
+        sample: (key, data of one client) -> batch, drawn anew for each step.
+        steps: number of steps, at least 1.
+
+    Returns:
+        train(key, stepsize, params, data, correction=None) -> (params, loss at the first step).  `correction` is a
+        function params -> a pytree like params; None adds nothing.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")

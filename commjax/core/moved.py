@@ -1,4 +1,4 @@
-"""Modules that had another name before version 0.1.0: an import of the old name says what the new one is."""
+"""Old names of modules that were renamed before version 0.1.0.  Importing one raises an error with the new name."""
 
 import importlib.abc
 import importlib.machinery
@@ -60,7 +60,7 @@ MOVED = {
 
 
 def message(name: str) -> str:
-    """The text for an old name.
+    """The error text for an old name.
 
     Args:
         name: the old name of a module, one of `MOVED`.
@@ -72,17 +72,21 @@ def message(name: str) -> str:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Refuses old names; it stands last, so that it is asked only for what is not there."""
+    """An import finder that raises for old names.
+
+    It is last in `sys.meta_path`, so it sees only modules that do not exist.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
-            raise ModuleNotFoundError(message(fullname))  # without `name`: `from package import old` would hide it
+            # Without the argument `name`: with it, `from package import old` would hide this text.
+            raise ModuleNotFoundError(message(fullname))
         return None
 
 
 def install() -> None:
-    """Let imports of old names say the new ones."""
+    """Add the finder to `sys.meta_path`, once."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())

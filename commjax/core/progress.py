@@ -1,4 +1,4 @@
-"""A progress bar with the time left: rich where it is installed, a line now and then where it is not."""
+"""A progress bar with the time left.  It uses rich if that is installed, else it prints a line every few seconds."""
 
 import sys
 import time
@@ -10,7 +10,17 @@ from contextlib import contextmanager
 def progress_bar(
     label: str, total: int, done: int = 0, enabled: bool = True
 ) -> Iterator[Callable[[int, dict[str, float]], None]]:
-    """Yields `advance(done, values)`; writes to stderr only."""
+    """Show a progress bar on stderr.
+
+    Args:
+        label: text before the bar.
+        total: number of steps.
+        done: number of steps that are done already.
+        enabled: False shows nothing.
+
+    Returns:
+        A context that yields advance(done, values), where `values` are numbers to show beside the bar, by name.
+    """
     if not enabled or total <= done:
         yield lambda done, values: None
         return

@@ -1,4 +1,4 @@
-"""What a run leaves behind: settings, versions, per-round metrics, and the table and the figure made of them."""
+"""The record of a run: settings, versions and the metrics of each round, with a table and a figure of them."""
 
 import importlib.metadata
 import io
@@ -18,7 +18,11 @@ _PACKAGES = ("commjax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Versions and device, for the record."""
+    """Versions and device, for the record.
+
+    Returns:
+        `versions` of Python and packages by name, `device`, and `x64`: whether float64 is the default dtype.
+    """
 
     def version(package: str) -> str:
         try:
@@ -38,7 +42,7 @@ def environment() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's view of a setting."""
+    """A setting as JSON can store it."""
     if hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
     if isinstance(value, dict):
@@ -52,40 +56,54 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """`metrics` has one float64 entry per round on its last axis (loss, bits_up, ...), `evaluations` one per evaluation."""
+    """Settings and metrics of a run, or of a sweep.
+
+    Attributes:
+        config: settings; the conventions of `bits_up` need `d` and `kept` here.
+        environment: versions and device, as `environment` gives them.
+        metrics: by name (loss, bits_up, ...), float64 with one entry per round; in a sweep [h, s, round].
+        evaluations: by name, float64 with one entry per evaluation; `round` says when each was made.
+        bits_init: bits that one client sent before the first round (h_i^0 of EF-BV).
+    """
 
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray] = field(default_factory=dict)
-    bits_init: float = 0.0  # sent by one client before the first round (h_i^0)
+    bits_init: float = 0.0
 
     def bits_up(self, convention: str | None = None) -> np.ndarray:
-        """Bits sent by one client *before* each round's loss was measured, cumulative in float64, the first exchange included.
+        """Bits that one client had sent when the loss of each round was measured.
 
-        Other conventions (see `conventions.LEGACY`) need `d` and `kept` in the config.
+        Args:
+            convention: a name in `conventions.LEGACY`, which needs `d` and `kept` in `config`; None counts the bits of
+                the encoded messages, `bits_init` included.
+
+        Returns:
+            The cumulative bits, in float64, with one entry per round.
         """
         per_round = np.asarray(self.metrics["bits_up"], np.float64)
         if convention is not None:
             if missing := {"d", "kept"} - self.config.keys():
                 raise ValueError(
-                    f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config: runner.loop(..., config={{'d': ..., 'kept': ...}})"
+                    f"bits_up: the convention {convention!r} needs {sorted(missing)} in the record's config: "
+                    "runner.loop(..., config={'d': ..., 'kept': ...})"
                 )
             per_round = np.full_like(per_round, legacy_bits(convention, self.config["d"], self.config["kept"]))
         return (0.0 if convention else self.bits_init) + np.cumsum(per_round, axis=-1) - per_round
 
     def bits_down(self) -> np.ndarray:
-        """Bits sent to one client before each round's loss was measured."""
+        """Bits that were sent to one client before the loss of each round was measured; cumulative, in float64."""
         per_round = np.asarray(self.metrics["bits_down"], np.float64)
         return np.cumsum(per_round, axis=-1) - per_round
 
     def first_below(self, target: float, floor: float = 0.0) -> int | None:
-        """The first round whose loss - floor is at most target."""
+        """The first round in which loss - floor is at most `target`; None if there is none."""
         hits = np.flatnonzero(self._loss() - floor <= target)
         return int(hits[0]) if len(hits) else None
 
     def one(self, h: int, s: int = 0) -> "Record":
-        """The run of one setting and one key of a sweep, whose metrics have axes [h, s, round]."""
+        """The record of setting h and key s of a sweep."""
 
         def picked(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: values[h, s] if values.ndim == 3 else values for name, values in parts.items()}
@@ -99,7 +117,7 @@ class Record:
         return loss
 
     def save(self, path: str | Path) -> None:
-        """`path`.json (settings, readable) and `path`.npz (numbers), each written atomically."""
+        """Write `path`.json (settings) and `path`.npz (numbers), each atomically."""
         about = {"config": self.config, "environment": self.environment, "bits_init": self.bits_init}
         buffer = io.BytesIO()
         arrays = {f"metrics/{k}": v for k, v in self.metrics.items()} | {
@@ -111,6 +129,7 @@ class Record:
 
     @staticmethod
     def load(path: str | Path) -> "Record":
+        """Read what `save` wrote."""
         about = json.loads(Path(f"{path}.json").read_text())
         parts: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "evaluations": {}}
         with np.load(f"{path}.npz", allow_pickle=False) as arrays:
@@ -120,7 +139,15 @@ class Record:
         return Record(about["config"], about["environment"], parts["metrics"], parts["evaluations"], about["bits_init"])
 
     def table(self, rows: int = 8, floor: float = 0.0) -> str:
-        """The run at a glance: a few rounds, spaced evenly."""
+        """A text table of a few rounds, spaced evenly.
+
+        Args:
+            rows: number of rounds, at most.
+            floor: number that is subtracted from the loss.
+
+        Returns:
+            The table, with loss and cumulative bits.
+        """
         loss = self._loss()
         picked = np.unique(np.linspace(0, len(loss) - 1, min(rows, len(loss))).astype(int))
         up, down = self.bits_up(), self.bits_down()
@@ -129,17 +156,23 @@ class Record:
         return "\n".join(lines)
 
     def plot(self, path: str | Path, floor: float = 0.0, label: str = "") -> None:
-        """loss - floor against bits per client, as a PNG."""
+        """Plot loss - floor against bits per client into a PNG file."""
         plot_records(path, {label: self}, floor)
 
 
 def plot_records(path: str | Path, records: dict[str, Record], floor: float = 0.0) -> None:
-    """Several runs in one figure of a paper's column width."""
+    """Plot several runs into one PNG file, as wide as a column of a paper.
+
+    Args:
+        path: the file.
+        records: the runs, by label; an empty label is not shown.
+        floor: number that is subtracted from the loss.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'commjax[experiments]'") from error
-    figure = Figure(figsize=(3.4, 2.6), layout="constrained")  # without pyplot: a notebook's backend stays what it is
+    figure = Figure(figsize=(3.4, 2.6), layout="constrained")  # pyplot would change the backend of a notebook
     axes = figure.subplots()
     for label, record in records.items():
         axes.semilogy(record.bits_up() / 1e3, record._loss() - floor, label=label or None)

@@ -1,15 +1,17 @@
-"""Reducers that a few wrong clients cannot move far: coordinate-wise median, trimmed mean, norm clipping.
+"""Robust reducers, which a few wrong messages cannot move far: coordinate-wise median, trimmed mean, clipped mean.
 
     algorithm = fedavg.fedavg(value_and_grad, steps=5, reduce=robust.median())
 
-The server reduces the messages that it accepts.  A message that is not finite, or absurdly large (`clients.acceptable`), is left out
-first, in a simulation as in a federation.  Rows have a leading axis of messages; `present` says which of them count.
+The server first drops messages that are not finite or too large (`rounds.acceptable`), in a simulation and in a
+federation.  It reduces the others.
 
-They void theorems.  Every convergence theorem of this library uses that the server gets the mean of the messages: that it is
-unbiased, and that h = mean_i h_i (EF-BV: Thm 2.1 to 2.3, with EF21 and DIANA), c = mean_i c_i (Scaffold), or that a sum over clients
-vanishes (Scafflix).  With a reducer of this module none of them holds; nor does it where all clients are honest, unless they send
-the same.  Stepsizes of `theoretical` are then a rule of thumb.  A sparse message is mostly zeros: a coordinate that fewer than half
-of the clients send has median 0, so take dense or quantized messages.
+With a reducer of this module no convergence theorem of this library holds.  They all use that the server gets the mean
+of the messages: that it is unbiased, and that h = mean_i h_i (EF-BV with EF21 and DIANA: Thm 2.4.1, 2.4.2 and 2.5.1), c
+= mean_i c_i (Scaffold), or that a sum over clients vanishes (Scafflix).  This is so even if all clients are honest,
+unless they all send the same message.  The stepsizes of `theoretical` are then only a rule of thumb.
+
+Use dense or quantized messages.  A sparse message is mostly zeros, and the median of a coordinate that fewer than half
+of the clients send is 0.
 """
 
 import jax
@@ -26,12 +28,12 @@ def _column(values: Array, leaf: Array) -> Array:
 
 
 def _sorted(leaf: Array, present: Array) -> Array:
-    """Those that count in ascending order, then the others"""
+    """Sort the messages that count in each coordinate; the others are last."""
     return jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.asarray(jnp.inf, leaf.dtype)), axis=0)
 
 
 def median() -> Reducer:
-    """The median of each coordinate; of an even number of messages the mean of the two in the middle.
+    """The median of each coordinate; for an even number of messages, the mean of the two in the middle.
 
     Returns:
         A reducer that fewer than half of the messages cannot move beyond the values of the others.
@@ -54,10 +56,10 @@ def median() -> Reducer:
 
 
 def trimmed_mean(trim: float) -> Reducer:
-    """The mean of each coordinate without its floor(trim c) smallest and as many largest values, of c messages.
+    """The mean of each coordinate of c messages without its floor(trim c) smallest and floor(trim c) largest values.
 
     Args:
-        trim: share of the messages that is dropped at each end, 0 <= trim < 0.5; 0 is the mean.
+        trim: fraction of the messages that is dropped at each end, 0 <= trim < 0.5; 0 is the mean.
 
     Returns:
         A reducer that floor(trim c) wrong messages cannot move beyond the values of the others.
@@ -70,7 +72,7 @@ def trimmed_mean(trim: float) -> Reducer:
 
     def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
         number = jnp.sum(present)
-        # In steps of one message; 1e-6: 0.3 times 10 is 3, also where the product is rounded down.
+        # Without 1e-6, 0.3 * 10 could be rounded to a number below 3.
         dropped = jnp.floor(trim * number.astype(jnp.float32) + 1e-6).astype(number.dtype)
         at = jnp.arange(len(present), dtype=number.dtype)
         stays = (at >= dropped) & (at < number - dropped)
@@ -85,7 +87,9 @@ def trimmed_mean(trim: float) -> Reducer:
 
 
 def clipped_mean(norm: float) -> Reducer:
-    """The mean of messages that are shortened to Euclidean norm `norm`, over all leaves together, where they are longer.
+    """The mean of the messages after clipping each to Euclidean norm `norm`, taken over all leaves.
+
+        (1/c) sum_i min(1, norm / |m_i|) m_i
 
     Args:
         norm: the largest norm of a message, positive and finite.
@@ -102,7 +106,7 @@ def clipped_mean(norm: float) -> Reducer:
     def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
         wide = jnp.zeros(()).dtype
         leaves = [leaf.astype(wide).reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)]
-        # The largest number first: the square of an accepted number is finite, a sum of many need not be.
+        # Divide by the largest magnitude first: squares of accepted numbers are finite, but their sum need not be.
         most = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), axis=1, initial=0) for leaf in leaves]), axis=0)
         unit = jnp.where(most > 0, most, 1)
         sums = jnp.stack([jnp.sum((leaf / unit[:, None]) ** 2, axis=1) for leaf in leaves])

@@ -1,4 +1,4 @@
-"""The client axis: one verb down, one verb up, and the round made of them."""
+"""Communication over the client axis: `broadcast` down, `mean` up, and the round that uses both."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,16 +26,27 @@ from commjax.core.checks import checked_init
 
 
 class PaddedAxis(str):
-    """The name of a device axis whose last rows are no clients: n of them are (`parallel.padded_axis`)."""
+    """The name of a device axis whose last rows are padding (`devices.parallel.padded_axis`).
+
+    Attributes:
+        n: number of clients; the rows from n on are padding.
+    """
 
     n: int
 
 
 def broadcast(server: PyTree, axis_name: str | None = None) -> PyTree:
-    """Down: what the server knows, as each device's own copy.
+    """Give every device its own copy of the server's values.
 
-    Under `shard_map` the gradient at a *replicated* value would silently be summed over devices; a value that varies over
-    the axis has a gradient of its own on each.
+    Under `shard_map` the gradient at a *replicated* value would silently be summed over devices.  At a value that
+    varies over the axis, each device gets the gradient of its own clients.
+
+    Args:
+        server: a pytree that is the same on all devices.
+        axis_name: the device axis; None if there is none.
+
+    Returns:
+        The same values, marked as varying over `axis_name`.
     """
     if axis_name is None:
         return server
@@ -43,7 +54,17 @@ def broadcast(server: PyTree, axis_name: str | None = None) -> PyTree:
 
 
 def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None) -> PyTree:
-    """Up: the mean over all clients on all devices, in the dtypes of `rows`; with `weights`, sum(w * row) / n.
+    """Average the rows of all clients on all devices.
+
+        (1/n) sum_i row_i,  or with weights  (1/n) sum_i w_i row_i
+
+    Args:
+        rows: a pytree whose leaves have a leading axis, one row for each client of this device.
+        axis_name: the device axis; None if there is none.
+        weights: one number for each client of this device; None is 1 for each.
+
+    Returns:
+        A pytree without the leading axis, in the dtypes of `rows`, the same on all devices.
 
     >>> mean(jnp.arange(4.0)).item(), mean(jnp.arange(4.0), weights=jnp.array([0.0, 0.0, 0.0, 4.0])).item()
     (1.5, 3.0)
@@ -64,31 +85,59 @@ def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"]
 
 
 def acceptable(row: PyTree) -> Bool[Array, ""]:
-    """Whether a server may use a message: its numbers are finite, and so are their squares (in float32 at least).
+    """Whether a server may use a message: its numbers and their squares are finite.
 
-    The bound on a number is the square root of the largest one: 1.8e19 for float32 and bfloat16 messages, 1.3e154 for float64; a
-    float16 message only has to be finite.  Sums and squares of accepted messages therefore stay finite.
+    The bound on a magnitude is `largest` of the dtype: 1.8e19 for float32 and bfloat16 messages, 1.3e154 for float64.
+    A float16 message only has to be finite.  Sums and squares of accepted messages therefore stay finite.
 
-    >>> bool(acceptable(jnp.array([1.0, -1e18]))), bool(acceptable(jnp.array([1e300]))), bool(acceptable(jnp.array(jnp.nan)))
-    (True, False, False)
+    Args:
+        row: one message.
+
+    Returns:
+        A bool.
+
+    >>> bool(acceptable(jnp.array([1.0, -1e18]))), bool(acceptable(jnp.array([1e300])))
+    (True, False)
+    >>> bool(acceptable(jnp.array(jnp.nan)))
+    False
     """
 
     def one(leaf: Array) -> Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jnp.ones((), bool)
-        return jnp.all(jnp.abs(leaf) <= jnp.asarray(largest(leaf.dtype), leaf.dtype))  # NaN is not
+        return jnp.all(jnp.abs(leaf) <= jnp.asarray(largest(leaf.dtype), leaf.dtype))  # False for NaN
 
     return jnp.all(jnp.stack([one(leaf) for leaf in jax.tree.leaves(row)] or [jnp.ones((), bool)]))
 
 
 def largest(dtype: Any) -> float:
-    """The largest magnitude that `acceptable` allows in a message of this dtype."""
+    """The largest magnitude that `acceptable` allows in a message of this dtype.
+
+    It is the square root of the largest number of the dtype, or of float32 if the dtype has fewer bits.
+
+    Args:
+        dtype: a floating-point dtype.
+
+    Returns:
+        A number of at most the largest number of the dtype.
+    """
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
     return min(float(jnp.finfo(dtype).max), float(jnp.finfo(wide).max) ** 0.5)
 
 
 def gathered(rows: PyTree, axis_name: str | None = None) -> PyTree:
-    """The rows of all devices, on every device.  A sum of rows in their places: `shard_map` knows that it is the same everywhere."""
+    """Collect the rows of all devices on every device.
+
+    The rows are placed in an array of zeros and summed over the devices, because `shard_map` knows that a sum is the
+    same on all devices.
+
+    Args:
+        rows: a pytree whose leaves have a leading axis, one row for each client of this device.
+        axis_name: the device axis; None if there is none.
+
+    Returns:
+        The pytree with the rows of all devices, in the order of the devices.
+    """
     if axis_name is None:
         return rows
     devices, at = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
@@ -109,14 +158,15 @@ def reduced(
     axis_name: str | None = None,
     weights: Shaped[Array, "n"] | None = None,
 ) -> tuple[PyTree, Array]:
-    """Up: one message of all, and the mean loss.
+    """Reduce the messages of all clients to one message, and their losses to the mean loss.
 
     Args:
-        reducer: None is the mean.  With another one, messages that are not `acceptable` are left out, and so are their losses.
+        reducer: None is the mean.  A reducer ignores messages that are not `acceptable`, and their losses.
         rows: the messages, with a leading axis of clients.
         losses: one for each message.
-        axis_name: the device axis; a reducer gets the rows of all devices, which costs n messages of traffic instead of one.
-        weights: of `mean`; a message of weight 0 is that of a client that takes no part.
+        axis_name: the device axis; a reducer gets the rows of all devices, which costs n messages of traffic instead of
+            one.
+        weights: weights of `mean`; weight 0 marks a client that takes no part in the round.
 
     Returns:
         The message and the loss, the same on all devices.
@@ -132,9 +182,17 @@ def reduced(
 
 
 def next_round(before: Any, after: Any) -> Any:
-    """`after` in the round that follows that of `before`, whatever a method's `server_step` makes of it.
+    """Set the round number of a new server state.
 
-    The core counts rounds, since every key of a round comes from that number.
+    Every key of a round comes from the round number.  The core therefore counts rounds itself and overwrites what a
+    method's `server_step` did to the number.
+
+    Args:
+        before: server state at the beginning of the round.
+        after: server state at its end.
+
+    Returns:
+        `after` with `round = before.round + 1`.
     """
     return after._replace(round=before.round + 1)
 
@@ -142,7 +200,17 @@ def next_round(before: Any, after: Any) -> Any:
 def mean_price(
     bits: Shaped[Array, "n"], axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None
 ) -> Array:
-    """`mean` of prices, exact where they are equal: in float32, n times a price need not be a number.
+    """Average the bits of the clients' messages, exactly if they are equal.
+
+    The plain `mean` is not exact: n times the bits need not be a float32 number.
+
+    Args:
+        bits: one number for each client of this device.
+        axis_name: the device axis; None if there is none.
+        weights: weights of `mean`.
+
+    Returns:
+        The mean over the clients of all devices.
 
     >>> mean_price(jnp.full(1000, 674_720, jnp.float32)).item()
     674720.0
@@ -154,31 +222,55 @@ def mean_price(
 
 
 def count(ids: Shaped[Array, "n"], axis_name: str | None = None) -> int:
-    """n over all devices, a static number"""
+    """The number of clients on all devices, as a Python int.
+
+    Args:
+        ids: the ids on this device.
+        axis_name: the device axis; None if there is none.
+
+    Returns:
+        n, without padding rows.
+    """
     if isinstance(axis_name, PaddedAxis):
         return axis_name.n
     return ids.shape[0] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
 
 
 def real(local: int, axis_name: str | None = None) -> Bool[Array, "m"]:
-    """Which of this device's `local` rows are clients"""
+    """Which rows of this device are clients, not padding.
+
+    Args:
+        local: number of rows on this device.
+        axis_name: the device axis; None if there is none.
+
+    Returns:
+        A bool for each row.
+    """
     if not isinstance(axis_name, PaddedAxis):
         return jnp.ones(local, bool)
     return jax.lax.axis_index(axis_name) * local + jnp.arange(local, dtype=jnp.int32) < axis_name.n
 
 
 def dense_bits(params: PyTree) -> int:
-    """Price of params sent as they are"""
+    """Bits of a pytree that is sent uncompressed, as an exact int."""
     return sum(8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
 
 
 def bits_of(params: PyTree) -> Array:
-    """`dense_bits` as a message's price"""
+    """`dense_bits` as an array of the default float dtype, for `Message.bits`."""
     return jnp.asarray(dense_bits(params), jnp.zeros(()).dtype)
 
 
 def one_by_one(one: Callable) -> Callable:
-    """`jax.vmap(one)` in meaning, one client after another in time: for networks whose step fills the machine by itself.
+    """Like `jax.vmap(one)`, but the clients are computed one after another.
+
+    This saves memory, and costs no time for networks whose step uses the whole machine.
+
+    Args:
+        one: function of one client's rows.
+
+    Returns:
+        The function of rows with a leading client axis.
 
     >>> one_by_one(lambda x, y: x + y)(jnp.arange(3), jnp.ones(3, int)).tolist()
     [1, 2, 3]
@@ -187,22 +279,28 @@ def one_by_one(one: Callable) -> Callable:
 
 
 class Cohort(NamedTuple):
-    """Who takes part in a round: `size` of n clients, drawn without replacement from a key that all parties share.
+    """The clients that take part in a round.
 
-    Off a device mesh only the rows of the cohort are read and written; under an `axis_name` every device works on all of its
-    rows, because how many of them take part is not known when the program is compiled.
+    `cohort` draws them without replacement from a key that all parties share.  Without a device axis only the rows of
+    the members are read and written.  With one, every device works on all of its rows, because the number of members on
+    it is not known when the program is compiled.
+
+    Attributes:
+        member: for each row on this device, whether the client takes part; None if all do.
+        at: positions of the members, without a device axis; else None.
+        weights: weights with which `mean` is the mean over the members; None is 1 for each row.
     """
 
-    member: Bool[Array, "n"] | None  # of the rows on this device; None: all take part
-    at: Int[Array, "m"] | None  # positions of the members, off a mesh
-    weights: Shaped[Array, "n"] | None  # for `mean`: the members' mean
+    member: Bool[Array, "n"] | None
+    at: Int[Array, "m"] | None
+    weights: Shaped[Array, "n"] | None
 
     def take(self, rows: PyTree) -> PyTree:
-        """The rows that are worked on"""
+        """Select the rows that this device works on."""
         return rows if self.at is None else jax.tree.map(lambda leaf: leaf[self.at], rows)
 
     def put(self, rows: PyTree, new: PyTree) -> PyTree:
-        """`rows` with those of the members replaced by `new`"""
+        """Replace the rows of the members by `new`."""
         if self.member is None:
             return new
         if self.at is not None:
@@ -216,13 +314,22 @@ def _column(values: Array, leaf: Array) -> Array:
 
 
 def check_cohort(size: int | None) -> None:
-    """A cohort has at least one member"""
+    """ValueError unless `size` is None or at least 1."""
     if size is not None and size < 1:
         raise ValueError(f"cohort must be at least 1 client (or None for all), got {size}")
 
 
 def cohort_members(key: Key, ids: Shaped[Array, "m"], n: int, size: int) -> Bool[Array, "m"]:
-    """Which of the clients `ids` (of 0 to n-1) belong to the cohort that `key` draws
+    """Which of the given clients belong to the cohort that `key` draws.
+
+    Args:
+        key: key of the draw, the same for all parties.
+        ids: numbers of the clients in question, from 0 to n - 1.
+        n: number of clients.
+        size: number of members of the cohort, drawn uniformly without replacement.
+
+    Returns:
+        A bool for each of `ids`.
 
     >>> int(cohort_members(jax.random.key(0), jnp.arange(10), 10, 3).sum())
     3
@@ -233,7 +340,17 @@ def cohort_members(key: Key, ids: Shaped[Array, "m"], n: int, size: int) -> Bool
 
 
 def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str | None = None) -> Cohort:
-    """`size` of all clients (None: all)."""
+    """Draw the cohort of a round.
+
+    Args:
+        key: key of the draw, the same for all parties.
+        ids: ids on this device.
+        size: number of members; None is all clients.
+        axis_name: the device axis; None if there is none.
+
+    Returns:
+        The cohort, as far as this device needs it.
+    """
     n = count(ids, axis_name)
     if size is None or size == n:
         return Cohort(None, None, None)
@@ -244,33 +361,54 @@ def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str |
 
 
 def evaluated(value_and_grad: Callable, params: PyTree, data: PyTree) -> tuple[Array, PyTree]:
-    """One client's loss and gradient, or an error that says what was meant.
+    """Compute one client's loss and gradient, and check that the function returns both.
 
-    >>> evaluated(jax.grad(lambda x, data: x**2), jnp.ones(()), ())
+    Args:
+        value_and_grad: (params, data) -> (loss, gradient like params).
+        params: the model.
+        data: one client's data.
+
+    Returns:
+        (loss, gradient).  TypeError if `value_and_grad` returns something else.
+
+    >>> evaluated(jax.grad(lambda x, data: x**2), jnp.ones(()), ())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), not loss or jax.grad(loss)
+    TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss),
+        ...
     """
     found = value_and_grad(params, data)
     pair = isinstance(found, tuple) and len(found) == 2 and jax.tree.structure(found[0]) == jax.tree.structure(0)
     if not pair or jnp.ndim(found[0]) or jax.tree.structure(found[1]) != jax.tree.structure(params):
         raise TypeError(
-            "value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), not loss or "
-            "jax.grad(loss)"
+            "value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), "
+            "not loss or jax.grad(loss)"
         )
     return found
 
 
 def check_rows(data: PyTree, n: int) -> None:
-    """Every leaf of the clients' data has a row for each of them."""
+    """ValueError unless every leaf of `data` has a leading axis of length n."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if jnp.shape(leaf)[:1] != (n,):
             raise ValueError(
-                f"data{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; allowed: a leading axis of {n}, one row for each client"
+                f"data{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; allowed: a leading axis of {n}, one "
+                "row for each client"
             )
 
 
 def message_of(exchange: Exchange, key: Key, x: PyTree, id: Any, n: int) -> Message:
-    """What the server sees of x, and its price; `key` is the round's"""
+    """Compress x as client `id` does in a round.
+
+    Args:
+        exchange: of the method.
+        key: key of the round.
+        x: what the client sends.
+        id: the client's number.
+        n: number of clients.
+
+    Returns:
+        The message as the server sees it: C(x), or x itself without a compressor.
+    """
     if exchange.compressor is None:
         return Message(x, bits_of(x))
     return exchange.compressor.compress(key, x, id, n)
@@ -292,28 +430,41 @@ def federated(
     reduce: Reducer | None = None,
     spec: Spec | None = None,
 ) -> Algorithm:
-    """A method that exchanges once a round.
+    """Make an `Algorithm` of a client step and a server step that communicate once a round.
 
-        client_step(round, hparams, server, client, data) -> (client, message, loss)      in parallel
-        server_step(hparams, server, mean of the messages) -> server
-        bits_down(server) -> price of what every client receives
+        client_i, m_i, loss_i  <-  client_step(round, hparams, server, client_i, data_i)     for all i in parallel
+        server                 <-  server_step(hparams, server, mean_i m_i)
 
-    The message is `round.send(x)`: C(x), or x itself without a `compressor`.  `down` names the fields of `server` that a
-    client may read, besides `round`; a method that keeps to both can leave the simulation (`commjax.federation.flower`).  `private`: its
-    noise comes from `round.own_key`, which is then a secret of the client.  `letter`: what each client is sent, where that is not all of
-    `down`; `reply`: what it sends, where that is neither the compressor's encoding nor like `down`.  `reduce`: a robust reducer instead of
-    the mean (`commjax.core.robust`).  `spec`: what the method takes, for `commjax.core.checks`.
+    With `cohort_size` m, m clients drawn at random take part in a round.  The messages and the loss are averaged over
+    them, bits over all n clients.  A method whose clients read only the fields `down` and send only by `round.send`
+    also runs with remote clients (`commjax.federation.flower`).
 
-    `server_step` need not touch `server.round`: the core sets it to the next one.
+    Args:
+        init: (params, ids, **per_client) -> State.
+        client_step: (round, hparams, server, client, data) -> (client, message, loss) for one client, without a client
+            axis.  `round` is a `Round`; the message must be the result of `round.send(x)`, which is C(x), or x itself
+            without a `compressor`.
+        server_step: (hparams, server, mean of the messages) -> server.  It need not change `server.round`: the core
+            sets it to the next one.
+        bits_down: (server) -> number of bits that a client receives.
+        cohort_size: number of clients in a round; None is all of them.
+        over: maps a function of one client over the client axis: `jax.vmap` or `one_by_one`.
+        compressor: compressor of the uploads; None sends them uncompressed.
+        down: names of the fields of `server` that a client may read, besides `round`.
+        private: whether the method draws its noise from `round.own_key`, which must then be a secret of the client.
+        letter: codec of the downloads, if they are not all fields of `down` for every client.
+        reply: codec of the uploads, if they have neither the compressor's encoding nor the structure of `down`.
+        reduce: a robust reducer (`commjax.core.robust`); None is the mean.
+        spec: the types and values that the method accepts, for `commjax.core.checks`.
 
-    The client axis is a `vmap` (or `over`, see `one_by_one`); devices are an `axis_name`.  With `cohort_size` m, m clients
-    drawn at random take part in a round; the messages and the loss are averaged over them, bits over all n clients.
+    Returns:
+        The algorithm.  Its `step` has the clients of one device on a leading axis, and devices on the axis `axis_name`.
     """
     check_cohort(cohort_size)
     if reduce is not None and compressor is not None and compressor.absence:
         raise ValueError(
-            f"reduce={reduce.name}: under {compressor.name} clients that are not drawn send 0, and {reduce.name} would take these for "
-            "messages; allowed: a compressor with which every client sends, or reduce=None"
+            f"reduce={reduce.name}: under {compressor.name} clients that are not drawn send 0, and {reduce.name} would "
+            "take these for messages; allowed: a compressor with which every client sends, or reduce=None"
         )
     exchange = Exchange(
         client_step, server_step, bits_down, down, compressor, cohort_size, private, letter, reply, reduce=reduce

@@ -1,4 +1,9 @@
-"""Time: a run is one `scan`, a sweep its `vmap`, and a long run a loop over compiled chunks that can be watched and killed."""
+"""Run many rounds of an algorithm.
+
+run      all rounds as one compiled `scan`
+sweep    several hyperparameters and keys at once: a `vmap` of `run`
+loop     a long run as compiled chunks on the host, with evaluation, progress and checkpoints in between
+"""
 
 import re
 from collections import namedtuple
@@ -18,26 +23,27 @@ from commjax.core.base import Algorithm, Key, Metrics, State
 from commjax.core.progress import progress_bar
 from commjax.core.records import Record, environment
 
+# (key, ids [n], data with a leading client axis) -> batch with a leading client axis
 BatchFn = Callable[[Key, Shaped[Array, "n"], PyTree], PyTree]
 
 
 class DivergedError(FloatingPointError):
-    """A run whose loss or parameters are no longer finite."""
+    """The loss or the parameters of a run are no longer finite."""
 
 
 def full_batch(key: Key, ids: Shaped[Array, "n"], data: PyTree) -> PyTree:
-    """All the data in every round: exact gradients."""
+    """Use all data in every round, for exact gradients."""
     return data
 
 
 def minibatches(size: int) -> BatchFn:
-    """`local.minibatch(size)` of each client in every round, the same on any number of devices.
+    """Draw a `local.minibatch(size)` for each client in every round, the same on any number of devices.
 
     Args:
-        size: rows of a minibatch, at most the rows that every client has (padding counts as rows here).
+        size: rows of a minibatch, at most the number of rows of each client.  Padding counts as rows here.
 
     Returns:
-        A `batch_fn`; it raises a ValueError for a `size` above the rows of the data.
+        A `batch_fn` for `run`.  It raises a ValueError if the data has fewer than `size` rows.
     """
     draw = local.minibatch(size)
 
@@ -49,7 +55,7 @@ def minibatches(size: int) -> BatchFn:
 
 
 def _rounds(key, algorithm, hparams, state, data, num_rounds, batch_fn=full_batch, axis_name=None):
-    """`run` without its checks, not compiled"""
+    """`run` without its checks, not compiled."""
     key_step, key_batch = jax.random.split(key)
 
     def one_round(state, _):
@@ -61,7 +67,8 @@ def _rounds(key, algorithm, hparams, state, data, num_rounds, batch_fn=full_batc
 
 
 _STATIC = ("algorithm", "num_rounds", "batch_fn", "axis_name")
-compiled_run = jax.jit(_rounds, static_argnames=_STATIC)  # has `trace` and `lower`; arguments as those of `run`
+# `run` without its checks, with the methods `trace` and `lower` of a jitted function.
+compiled_run = jax.jit(_rounds, static_argnames=_STATIC)
 
 
 def run(
@@ -74,30 +81,32 @@ def run(
     batch_fn: BatchFn = full_batch,
     axis_name: str | None = None,
 ) -> tuple[State, Any]:
-    """`num_rounds` rounds as one compiled program; the second result is `Metrics` (see also `observe`), one row per round.
+    """Run `num_rounds` rounds as one compiled program.
 
-    The arguments are checked first (`checks.entry`).  After that nothing is looked at before the end, NaN included (`loop` stops
-    there).  What happens in round t depends on (key, t) only, so run(a + b) = run(b) after run(a).
+    The arguments are validated first (`checks.entry`).  A run that diverges is not stopped (`loop` stops it).  The
+    randomness of round t depends on (key, t) only, so 3 rounds followed by 4 rounds give the same as 7 rounds.
 
     Args:
-        key: of the run.
-        algorithm: what `commjax.algorithms` makes.
-        hparams: of this algorithm.
-        state: what `algorithm.init` made, or an earlier run.
-        data: with a leading client axis.
-        num_rounds: at least 0.
-        batch_fn: `full_batch`, `minibatches(size)`, or (key, ids, data) -> batch.
-        axis_name: the device axis, where `run` is called inside `shard_map` or `pmap`.
+        key: key of the run.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters of this algorithm.
+        state: the result of `algorithm.init` or of an earlier run.
+        data: pytree whose leaves have a leading client axis.
+        num_rounds: number of rounds, at least 0.
+        batch_fn: `full_batch`, `minibatches(size)`, or a function (key, ids [n], data) -> batch with a leading client
+            axis.
+        axis_name: the device axis, if `run` is called inside `shard_map` or `pmap`.
 
     Returns:
-        The state after the last round, and the metrics.
+        The state after the last round, and `Metrics` (with more fields after `observe`) whose leaves have one row per
+        round.
     """
     checks.entry(key, algorithm, hparams, state, num_rounds, n=rounds.count(_ids(state), axis_name))
     return compiled_run(key, algorithm, hparams, state, data, num_rounds, batch_fn, axis_name)
 
 
 def _ids(state: Any) -> Any:
-    """The ids of a state, none if it is not one: `checks.entry` says so"""
+    """The client ids of a state.  They are empty if `state` is no State, which `checks.entry` then reports."""
     return getattr(getattr(state, "clients", None), "id", np.zeros(0, np.int32))
 
 
@@ -105,8 +114,8 @@ def _sweep_rounds(keys, algorithm, hparams, states, data, num_rounds, batch_fn, 
     ids = states.clients.id[0, 0]
 
     def from_round(round, number):
-        # All runs are in the same round and have the same clients.  Saying so keeps what a key and a round determine (coins,
-        # cohorts and their data, candidates) the same for all hparams, and it is computed once.
+        # All runs are in the same round and have the same clients.  With one shared round and id array, the compiler
+        # computes what depends on key and round only (coins, cohorts and their data, candidates) once for all hparams.
         def one(key, hparams, state):
             state = State(state.server._replace(round=round), state.clients._replace(id=ids))
             return compiled_run(key, algorithm, hparams, state, data, number, batch_fn)
@@ -117,7 +126,8 @@ def _sweep_rounds(keys, algorithm, hparams, states, data, num_rounds, batch_fn, 
         seeds = jax.vmap(from_round(states.server.round[0, 0], num_rounds), in_axes=(0, None, 0))
         return jax.vmap(seeds, in_axes=(None, 0, 0))(keys, hparams, states)
 
-    # Round by round and key by key: what these two determine is computed once for all settings and stays in the cache.
+    # The outer loops go over rounds and keys: what depends on these two only is computed once for all settings and
+    # stays in the cache.
     def one_round(states, _):
         one = from_round(states.server.round[0, 0], 1)
 
@@ -136,7 +146,8 @@ def _sweep_rounds(keys, algorithm, hparams, states, data, num_rounds, batch_fn, 
 
 _sweep_from = jax.jit(_sweep_rounds, static_argnames=("algorithm", "num_rounds", "batch_fn", "at_once"))
 
-# For `loop`, whose states nobody else holds: a chunk writes its end over its beginning, so that n x d shifts exist once.
+# For `loop`, which owns its states: a chunk overwrites the state that it began with, so the n x d shifts are in memory
+# once.
 _run_in_place = jax.jit(
     _rounds,
     static_argnames=_STATIC,
@@ -159,11 +170,22 @@ def sweep(
     batch_fn: BatchFn = full_batch,
     at_once: int | None = None,
 ) -> tuple[State, Any]:
-    """Every hparams (leading axis h of its leaves) with every key (leading axis s): results have axes [h, s, ...].
+    """Run every setting of `hparams` with every key, as one compiled program that reads the data once.
 
-    One program: the data is read once for all of them.  `at_once` settings of one key are computed side by side, the others in the
-    same program after them: less memory, and settings whose inner loops are long do not hold up those whose loops are short (sort
-    them).
+    Args:
+        keys: s keys, as of `jax.random.split`.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters whose leaves have a leading axis of h settings, as `stack` makes them.
+        state: the state with which every run begins.
+        data: pytree whose leaves have a leading client axis.
+        num_rounds: number of rounds, at least 0.
+        batch_fn: as that of `run`.
+        at_once: number of settings of one key that are computed in parallel; None is all settings and keys.  A small
+            number takes less memory.  If the settings are sorted by the length of their inner loops, short ones do not
+            wait for long ones.
+
+    Returns:
+        The states and the metrics of `run`, with leading axes [h, s].
     """
     settings = check_sweep(hparams, keys, at_once)
     checks.entry(keys, algorithm, hparams, state, num_rounds, swept=True)
@@ -172,7 +194,16 @@ def sweep(
 
 
 def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
-    """The number of settings in `hparams`; a ValueError unless they have one leading axis, keys are a row and at_once >= 1."""
+    """Validate the arguments of a sweep and count its settings.
+
+    Args:
+        hparams: hyperparameters, all leaves with the same leading axis of settings.
+        keys: a vector of typed keys.
+        at_once: at least 1, or None.
+
+    Returns:
+        The number of settings.  ValueError or TypeError if an argument is not allowed.
+    """
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once={at_once}; allowed: at least 1, or None for all settings and keys")
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(hparams)]
@@ -190,10 +221,17 @@ def _metrics_type(fields: tuple[str, ...]) -> Any:
 
 
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
-    """The same algorithm with more metrics: each `measure(state, batch)` is taken at the state with which a round begins.
+    """Add metrics to an algorithm.
 
-    What the step computes as well (a gradient, say) the compiler computes once.  Under `shard_map` or `pmap` a measure sees the
-    clients of its own device only.
+    If a measure and the step compute the same thing, such as a gradient, the compiler computes it once.
+
+    Args:
+        algorithm: the algorithm.
+        **measures: by name, functions (state, batch) -> array of the state with which a round begins.  Under
+            `shard_map` or `pmap` a measure sees the clients of its own device only.
+
+    Returns:
+        The algorithm whose metrics have a field more for each measure.
     """
 
     def step(key, hparams, state, batch, *, axis_name=None):
@@ -205,7 +243,13 @@ def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) 
 
 
 def stack(trees: list[Any]) -> Any:
-    """A list of equal pytrees as one with a leading axis, for `sweep`.
+    """Stack pytrees of equal structure along a new leading axis, for `sweep`.
+
+    Args:
+        trees: the pytrees, such as one HParams for each setting.
+
+    Returns:
+        One pytree whose leaves have a leading axis of length `len(trees)`.
 
     >>> stack([(1.0, 2.0), (3.0, 4.0)])[0].tolist()
     [1.0, 3.0]
@@ -214,15 +258,16 @@ def stack(trees: list[Any]) -> Any:
 
 
 def first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) -> int | None:
-    """The first round that does not end in finite numbers.
+    """Find the first round with a loss that is not finite.
 
     Args:
-        metrics: `loss` of each round, from round `start` on.
-        state: after the last of them.
-        start: number of the first.
+        metrics: has `loss`, one number for each round from `start` on.
+        state: state after the last of these rounds.
+        start: number of the first of these rounds.
 
     Returns:
-        The number of a round whose loss is not finite; the number after the last if only the params are not; None if all is finite.
+        The number of the first round whose loss is not finite.  If all losses are finite and the params of `state` are
+        not, the number of the round after the last.  None if all are finite.
     """
     bad = np.flatnonzero(~np.isfinite(metrics["loss"]))
     if len(bad):
@@ -231,8 +276,18 @@ def first_bad_round(metrics: dict[str, np.ndarray], state: State, start: int) ->
 
 
 def program(jaxpr) -> tuple[str, list[Any]]:
-    """Two methods may have equal states and hparams and differ in a compressor only: their programs differ."""
-    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), list(jaxpr.consts)  # addresses change from process to process
+    """Identify a traced program, for the identity of a checkpoint.
+
+    Two methods may have equal states and hparams and differ in a compressor only; then their programs differ.
+
+    Args:
+        jaxpr: the closed jaxpr of the program.
+
+    Returns:
+        Its text and its constants.  Memory addresses are removed from the text, because they change from process to
+        process.
+    """
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), list(jaxpr.consts)
 
 
 def loop(
@@ -253,18 +308,37 @@ def loop(
     progress: bool = True,
     at_once: int | None = None,
 ) -> tuple[State, Record]:
-    """The same run in chunks; between them it evaluates `evaluate(state)`, shows progress and writes the checkpoint.
+    """Run up to round `num_rounds` in compiled chunks; evaluate, show progress and save a checkpoint after each chunk.
 
-    The run ends at round `num_rounds`.  If the checkpoint exists, it goes on from there, bit for bit as if it had never
-    stopped; a checkpoint of another program, start, data, key or hparams is refused.  A run that diverges raises
-    `DivergedError` and leaves the last good one in place.  A second process that writes the same checkpoint is refused.
-    SIGTERM and SIGINT wait for the running chunk and its checkpoint, then act as usual (exit status 143, KeyboardInterrupt); a
-    second signal acts at once.
+    If the checkpoint exists, the run continues from it, bit for bit as if it had never stopped.  A checkpoint of
+    another program, first state, data, key or hparams is refused.  A second process that writes the same checkpoint is
+    refused.  SIGTERM and SIGINT wait until the running chunk is finished and saved, and then act as usual (exit status
+    143, KeyboardInterrupt).  A second signal acts immediately.
 
-    A chunk writes over the state of the one before: `evaluate` may read the state it gets and not keep it.
+    With a vector of keys this is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round],
+    `evaluate` gets all states at once, and a setting that diverges does not stop the others.
 
-    With an array of keys it is a `sweep` in chunks: hparams have a leading axis, metrics have axes [h, s, round], `evaluate`
-    sees all states at once, and a setting that diverges does not stop the others; `at_once` as there.
+    Args:
+        key: key of the run, or a vector of s keys for a sweep.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters of this algorithm; in a sweep with a leading axis of h settings.
+        state: the result of `algorithm.init` or of an earlier run.
+        data: pytree whose leaves have a leading client axis.
+        num_rounds: number of the round at which the run ends, counted from the first round of `algorithm.init`.
+        batch_fn: as that of `run`.
+        chunk: number of rounds in a compiled chunk.
+        evaluate: (state) -> dictionary of numbers (in a sweep: arrays [h, s]), called before the first round and after
+            each chunk.  The next chunk overwrites the state, so `evaluate` must not keep it.
+        checkpoint: file of the checkpoint; None writes none.
+        config: settings to store in the record, besides `num_rounds` and `hparams`.
+        bits_init: bits that one client sent before the first round, for the record.
+        label: text of the progress bar.
+        progress: whether to show the progress bar.
+        at_once: as that of `sweep`.
+
+    Returns:
+        The last state, and the record of the run.  `DivergedError` if the loss or the params are not finite; the last
+        good checkpoint is kept.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
@@ -274,7 +348,9 @@ def loop(
     many = check_sweep(hparams, key) if swept else 0
     checks.entry(key, algorithm, hparams, state, num_rounds, swept=swept)
     advance_by = partial(_sweep_in_place, at_once=at_once) if swept else _run_in_place
-    state = jax.tree.map(jnp.array, tree.repeat(tree.repeat(state, len(key)), many) if swept else state)  # a copy
+    state = jax.tree.map(
+        jnp.array, tree.repeat(tree.repeat(state, len(key)), many) if swept else state
+    )  # a copy: chunks overwrite it
     history: dict[str, np.ndarray] = {}
     if checkpoint is not None:
         strong = jax.tree.map(np.asarray, hparams)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT wait until a checkpoint is written."""
+"""Hold SIGTERM and SIGINT back until a checkpoint is written."""
 
 import os
 import signal
@@ -14,7 +14,11 @@ from jaxtyping import PyTree
 
 
 class Deferred:
-    """The signal that waits, if there is one."""
+    """Holds a signal back until `act` is called.
+
+    Attributes:
+        signum: number of the signal that waits; None if there is none.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -22,15 +26,16 @@ class Deferred:
         self._process = os.getpid()
 
     def act(self, text: str, signum: int | None = None) -> None:
-        """Do what the waiting signal asks for; without one, nothing.
+        """Deliver the waiting signal, if there is one.
 
         Args:
             text: One line for stderr; nothing is printed if it is empty.
-            signum: A signal that another process of the job received.
+            signum: A signal that another process of the job received; None is the signal of this process.
 
         Returns:
-            None, without a signal or where the user's own handler returns; the run then continues.  Otherwise the handler's
-            exception: SystemExit with 128 + signum where there is no handler, KeyboardInterrupt for Python's own one.
+            None if there is no signal, or if the user's handler returns; the run then continues.  Otherwise the
+            exception of the handler is raised: SystemExit with 128 + signum if there is no handler, KeyboardInterrupt
+            for Python's default handler of SIGINT.
         """
         signum = self.signum if signum is None else signum
         if signum is None:
@@ -38,13 +43,13 @@ class Deferred:
         if text:
             print(f"commjax: {signal.Signals(signum).name}: {text}", file=sys.stderr, flush=True)
         self._deliver(signum)
-        self._install()  # the handler returned
+        self._install()  # the handler returned, so the run continues
 
     def wait(self, results: PyTree) -> None:
-        """Wait for a compiled program and let Python handle signals meanwhile, so that a second one acts at once.
+        """Wait for a compiled program.  Python handles signals meanwhile, so a second signal acts immediately.
 
         Args:
-            results: What the program returned.
+            results: The arrays that the program returned.
 
         Returns:
             None.
@@ -63,10 +68,10 @@ class Deferred:
             raise SystemExit(128 + signum)
 
     def _handle(self, signum: int, frame: Any) -> None:
-        self._restore()  # a second one acts at once
+        self._restore()  # so that a second signal acts immediately
         if os.getpid() == self._process:
             self.signum = signum
-        else:  # a child that was forked meanwhile has nothing to save
+        else:  # a forked child has nothing to save
             signal.raise_signal(signum)
 
     def _install(self) -> None:
@@ -81,13 +86,13 @@ class Deferred:
 
 @contextmanager
 def deferred() -> Iterator[Deferred]:
-    """Let SIGTERM and SIGINT wait for `Deferred.act`, or for the end of the block.
+    """Hold SIGTERM and SIGINT back until `Deferred.act` is called or the block ends.
 
-    A second signal acts at once, as it would have before.  Only Python's main thread may handle signals: in another thread nothing
-    changes.  A signal that is ignored, or that is handled outside Python, stays as it is.
+    A second signal acts immediately.  Only Python's main thread may handle signals: in another thread nothing changes.
+    A signal that is ignored, or that is handled outside Python, is not held back.
 
     Returns:
-        A context with the waiting signal.  Afterwards the handlers are those of before.
+        A context that yields the `Deferred`.  At its end the former handlers are restored.
     """
     waiting = Deferred()
     if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,7 @@
 """Arithmetic on pytrees that keeps every leaf's dtype.
 
-`optax.tree.add_scale` turns a bfloat16 tree into float32 when the scalar is a float32 array; these do not.
+`optax.tree.add_scale` turns a bfloat16 tree into float32 if the scalar is a float32 array.  The functions of this
+module do not.
 """
 
 import math
@@ -18,17 +19,17 @@ def _like(scalar: Scalar, leaf: Array) -> Array:
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
-    """a + b"""
+    """a + b."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
-    """a - b"""
+    """a - b."""
     return jax.tree.map(jnp.subtract, a, b)
 
 
 def scale(scalar: Scalar, a: PyTree) -> PyTree:
-    """scalar * a, in the dtypes of a
+    """scalar * a, in the dtypes of a.
 
     >>> scale(0.5, {"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
     dtype(bfloat16)
@@ -37,17 +38,17 @@ def scale(scalar: Scalar, a: PyTree) -> PyTree:
 
 
 def times(factor: float | int, a: PyTree) -> PyTree:
-    """factor * a, rounded once: the factor of a leaf in half precision is a float32 number.
+    """factor * a, in the dtypes of a; for leaves in half precision the product is computed in float32 and rounded once.
 
-    `scale` would round the factor d/k of rand-k to bfloat16, and every value that is sent would be too large or too small by the
-    same relative error, up to 2^-9.
+    `scale` would round the factor d/k of rand-k to bfloat16.  Every value that is sent would then have the same
+    relative error, up to 2^-9.
 
     Args:
         factor: a number.
-        a: arrays.
+        a: a pytree of arrays.
 
     Returns:
-        Arrays in the dtypes of `a`.
+        A pytree of arrays in the dtypes of `a`.
 
     >>> times(257 / 255, jnp.full(1, 255.0, jnp.bfloat16)).item()  # 257 is not a bfloat16, 256 is
     256.0
@@ -61,38 +62,38 @@ def times(factor: float | int, a: PyTree) -> PyTree:
 
 
 def add_scaled(a: PyTree, scalar: Scalar, b: PyTree) -> PyTree:
-    """a + scalar * b, in the dtypes of a"""
+    """a + scalar * b, in the dtypes of a."""
     return jax.tree.map(lambda x, y: x + _like(scalar, x) * y.astype(x.dtype), a, b)
 
 
 def cast(a: PyTree, like: PyTree) -> PyTree:
-    """a in the dtypes of `like`"""
+    """Cast a to the dtypes of `like`."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), a, like)
 
 
 def zeros_like(a: PyTree) -> PyTree:
-    """0 of the same shapes and dtypes"""
+    """Zeros with the shapes and dtypes of a."""
     return jax.tree.map(jnp.zeros_like, a)
 
 
 def vdot(a: PyTree, b: PyTree) -> Array:
-    """<a, b> over all leaves
+    """<a, b>, summed over all leaves, in the default float dtype.
 
     >>> float(vdot({"u": jnp.ones(3)}, {"u": jnp.full(3, 2.0)}))
     6.0
     """
     products = jax.tree.leaves(jax.tree.map(jnp.vdot, a, b))
-    wide = jnp.zeros(()).dtype  # leaves of several dtypes add up in the default one
+    wide = jnp.zeros(()).dtype  # leaves may have different dtypes
     return sum((one.astype(wide) for one in products), start=jnp.zeros((), wide))
 
 
 def sq_norm(a: PyTree) -> Array:
-    """|a|^2 over all leaves"""
+    """|a|^2, summed over all leaves."""
     return vdot(a, a)
 
 
 def size(a: PyTree) -> int:
-    """d: the number of coordinates
+    """The number d of coordinates, over all leaves.
 
     >>> size({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
     9
@@ -101,31 +102,40 @@ def size(a: PyTree) -> int:
 
 
 def repeat(a: PyTree, n: int) -> PyTree:
-    """n equal rows: the same tree with a leading client axis"""
+    """Repeat a tree n times along a new leading axis."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(jnp.asarray(leaf), (n, *jnp.shape(leaf))), a)
 
 
 def varying_like(a: PyTree, *like: Array) -> PyTree:
-    """a, marked as varying over the device axes of `like`: what the carry of a loop under `shard_map` has to be."""
-    # By arithmetic that compiles to nothing: the type's own attribute has changed its name between JAX versions.
+    """Mark a as varying over the device axes of `like`, as the carry of a loop under `shard_map` must be.
+
+    Args:
+        a: a pytree of arrays.
+        *like: arrays with at least one entry.
+
+    Returns:
+        The same values.
+    """
+    # The sum below never changes a value; it only carries the axes over.  The attribute of the type that holds them has
+    # different names in different JAX versions.
     first = jnp.stack([one.reshape(-1)[0] != one.reshape(-1)[0] for one in like])
     never = jnp.sum(first) > len(like)
     return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), a)
 
 
 def once(a: PyTree) -> PyTree:
-    """The same values, computed once and stored: every operation that reads them reads the same bits.
+    """Store values, so that every operation that reads them reads the same bits.
 
-    XLA copies cheap arithmetic into each fused loop that needs its result, and rounds it there as the processor likes (a product
-    and a sum may become one instruction).  One array can then have two values that differ in the last bit, and a
-    selection that compares the array with an entry of itself goes wrong.  A selection, and whatever is sent and kept as
-    well, begins with this function.
+    XLA may copy cheap arithmetic into each fused loop that needs its result, and may round differently in each (a
+    product and a sum may become one instruction).  One array can then have two values that differ in the last bit.
+    This breaks a selection that compares an array with one of its entries, and a value that is both sent and kept.
+    Such code calls this function first.
 
-    On a CPU this is a call that XLA may not inline (an `optimization_barrier` is removed before loops are fused); elsewhere it is
-    an `optimization_barrier`.
+    On a CPU it is a call that XLA may not inline, because XLA removes an `optimization_barrier` before it fuses loops.
+    Elsewhere it is an `optimization_barrier`.
 
     Args:
-        a: arrays.
+        a: a pytree of arrays.
 
     Returns:
         `a`, bit for bit.
@@ -136,10 +146,10 @@ def once(a: PyTree) -> PyTree:
 
 
 def ordered_sum(x: Float[Array, "d"]) -> Float[Array, ""]:
-    """The sum of a vector, with additions in one order in every program, so that it has the same bits in all of them.
+    """The sum of a vector, with the same bits in every program, because the order of the additions is fixed.
 
-    `jnp.sum` adds in the order that suits the loop it is fused into: a sender and a receiver that compile different programs may
-    then compute two norms of one vector.
+    The order in `jnp.sum` depends on the loop that it is fused into.  A sender and a receiver with different programs
+    could therefore compute different norms of one vector.
 
     Args:
         x: the vector.

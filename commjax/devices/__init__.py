@@ -1,8 +1,8 @@
-"""Clients on devices, on hosts, and in the memory of one host.
+"""Clients on several devices, on several hosts, or in the memory of one host.
 
-parallel        a mesh of devices: shard_step, pmap_step, run, sweep; which collectives a compiled program has
-distributed     several processes, one program: start, rows, init, loop
-host_clients    more clients than fit on a device: their rows stay in host memory or in a file
+parallel        a mesh of devices: shard_step, pmap_step, run, sweep; the collectives of a compiled program
+distributed     one program in several processes: start, rows, init, loop
+host_clients    more clients than fit on a device: their rows stay in host memory or in files
 """
 
 from typing import TYPE_CHECKING

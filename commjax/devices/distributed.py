@@ -1,13 +1,16 @@
-"""Several machines: JAX's own runtime (gloo on CPU, NCCL or ICI elsewhere), one program, each process with its own clients.
+"""Run one program in several processes on several machines; each process has its own clients.
 
-    distributed.start("10.0.0.1:1234", num_processes=2, process_id=0)       # nothing to say under SLURM, GKE or on a TPU pod
+JAX's runtime connects the processes (gloo on CPU, NCCL or ICI elsewhere).
+
+    distributed.start("10.0.0.1:1234", num_processes=2, process_id=0)       # no arguments under SLURM, GKE, TPU pods
     mesh = parallel.client_mesh()                                           # all devices of all processes
-    data = distributed.rows(load(distributed.own_ids(n, mesh)), n, mesh)    # each loads only its own clients
+    data = distributed.rows(load(distributed.own_ids(n, mesh)), n, mesh)    # a process loads only its own clients
     state = distributed.init(algorithm, params, n, mesh)
     state, record = distributed.loop(key, algorithm, hparams, state, data, 1000, mesh, n, checkpoint="run.ckpt")
 
-A process that dies stops the others: JAX ends them, naming the dead one, when it has not been heard for `heartbeat` seconds.  The job goes
-on from its checkpoint, which knows clients and no devices, on any number of processes and devices.
+If a process dies, JAX stops the others after `heartbeat` seconds and names the dead one.  To resume the job, start it
+again with the same checkpoint.  The checkpoint does not depend on devices, so the number of processes and devices may
+differ.
 """
 
 import os
@@ -41,10 +44,17 @@ def start(
     timeout: int = 60,
     heartbeat: int = 30,
 ) -> None:
-    """Join the other processes; before any other use of JAX.  Without arguments JAX asks the cluster (SLURM, GKE, TPU, MPI).
+    """Connect to the other processes.  Call it before any other use of JAX.
 
-    `timeout`: seconds to wait for the coordinator (process 0) and for the others; `heartbeat`: seconds until a silent one is dead.
-    A process that is alone on its host drives all devices there, one of several as many as its cluster gives it.
+    Without `coordinator`, `num_processes` and `process_id`, JAX asks the cluster (SLURM, GKE, TPU, MPI).  A process
+    that is alone on its host uses all devices there.  If a host has several processes, the cluster assigns the devices.
+
+    Args:
+        coordinator: "host:port" of process 0.
+        num_processes: number of processes.
+        process_id: number of this process, from 0 to num_processes - 1.
+        timeout: seconds to wait for the coordinator and for the other processes.
+        heartbeat: seconds without a sign of life after which a process counts as dead.
     """
     given = (coordinator, num_processes, process_id)
     if coordinator is not None and num_processes is not None and process_id is not None:
@@ -65,7 +75,7 @@ def start(
     try:
         jax.distributed.initialize(
             *given,
-            # JAX gives a process under SLURM or MPI one GPU, whatever there is; none named is all of them.
+            # Under SLURM or MPI, None gives a process one GPU only; an empty list gives it all of them.
             local_device_ids=[] if _alone_on_host(os.environ) else None,
             initialization_timeout=timeout,
             heartbeat_timeout_seconds=heartbeat,
@@ -74,8 +84,8 @@ def start(
     except ValueError as error:
         if coordinator is None:
             raise ValueError(
-                f"JAX found no cluster here ({error}); allowed: under srun, mpirun, GKE, Kubernetes with its package, on a TPU "
-                "slice, or with coordinator, num_processes and process_id"
+                f"JAX found no cluster here ({error}); allowed: under srun, mpirun, GKE, Kubernetes with its package, "
+                "on a TPU slice, or with coordinator, num_processes and process_id"
             ) from error
         raise
 
@@ -85,14 +95,14 @@ def _say(text: str) -> None:
 
 
 def _alone_on_host(environ: Mapping[str, str]) -> bool:
-    """Do SLURM ("1(x4)", "8(x3),4") or Open MPI say that every host has one process?"""
+    """Whether SLURM (texts such as "1(x4)" or "8(x3),4") or Open MPI says that every host has one process."""
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     per_node = per_node or environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
     return re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
 
 
 def _await(host: str, port: int, timeout: int) -> None:
-    """JAX would end the process without an exception"""
+    """Wait for the coordinator.  Without this, JAX would end the process without an exception."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -111,7 +121,16 @@ def _padded(n: int, mesh: Mesh) -> int:
 
 
 def own_ids(n: int, mesh: Mesh) -> Int[np.ndarray, "m"]:
-    """The clients whose rows lie on this process's devices; where the devices do not divide n, the last one fills up"""
+    """The clients on the devices of this process.
+
+    Args:
+        n: number of clients.
+        mesh: mesh of `parallel.client_mesh`.
+
+    Returns:
+        Their ids, one for each row.  If the number of devices does not divide n, the last client is repeated as
+        padding.
+    """
     each = _padded(n, mesh) // mesh.size
     mine = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     rows = np.concatenate([np.arange(i * each, (i + 1) * each) for i in mine])
@@ -119,7 +138,16 @@ def own_ids(n: int, mesh: Mesh) -> Int[np.ndarray, "m"]:
 
 
 def rows(own: PyTree, n: int, mesh: Mesh) -> PyTree:
-    """The rows of `own_ids`, from every process, as arrays over the mesh"""
+    """Make arrays over the mesh from the rows that each process has.
+
+    Args:
+        own: pytree whose leaves have a leading axis, one row for each of `own_ids(n, mesh)`.
+        n: number of clients.
+        mesh: mesh of `parallel.client_mesh`.
+
+    Returns:
+        The pytree with the rows of all processes.
+    """
     total, mine, where = _padded(n, mesh), len(own_ids(n, mesh)), NamedSharding(mesh, P(parallel.AXIS))
 
     def one(leaf):
@@ -140,15 +168,24 @@ def _place(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def init(algorithm: Algorithm, params: Params, n: int, mesh: Mesh, **per_client: PyTree) -> State:
-    """The algorithm's first state over the mesh, each process with its own clients' rows only.
+    """Make the first state of an algorithm on the mesh.
 
-    `per_client`: what `algorithm.init` takes for each client (`optimum` of Scafflix, `shift` of EF21), made by `rows`.
+    Args:
+        algorithm: the algorithm.
+        params: the first model, the same in every process.
+        n: number of clients.
+        mesh: mesh of `parallel.client_mesh`.
+        **per_client: arguments of `algorithm.init` with a leading client axis (`optimum` of Scafflix, `shift` of EF21),
+            as `rows` makes them.
+
+    Returns:
+        The state: the server is replicated, and each process holds the rows of its own clients only.
     """
     where = State(NamedSharding(mesh, P()), NamedSharding(mesh, P(parallel.AXIS)))
     _check_rows("per_client", per_client, n, mesh)
 
     def first(params, per_client):
-        own = jax.tree.map(lambda leaf: leaf[:n], per_client)  # the rows that fill up must not count in a mean
+        own = jax.tree.map(lambda leaf: leaf[:n], per_client)  # padding must not count in a mean
         server, clients = algorithm.init(params, jax.numpy.arange(n, dtype=np.int32), **own)
         return State(server, parallel.pad_rows(clients, mesh.size))
 
@@ -162,13 +199,30 @@ def _check_rows(name: str, tree: PyTree, n: int, mesh: Mesh) -> None:
 
 
 def gathered(state: State, n: int) -> State:
-    """The whole state on the host, without the rows that fill up the devices; on every process, which must have room for it."""
+    """Collect the whole state in the host memory of every process, without padding.
+
+    Args:
+        state: a state on the mesh.
+        n: number of clients.
+
+    Returns:
+        The state as NumPy arrays with n client rows.
+    """
     clients = multihost_utils.process_allgather(state.clients, tiled=True)
     return State(jax.tree.map(np.asarray, state.server), jax.tree.map(lambda leaf: np.asarray(leaf)[:n], clients))
 
 
 def scattered(state: State, n: int, mesh: Mesh) -> State:
-    """`gathered` undone, on any mesh"""
+    """Place a whole state on a mesh, the inverse of `gathered`.
+
+    Args:
+        state: a state with n client rows, the same in every process.
+        n: number of clients.
+        mesh: mesh of `parallel.client_mesh`.
+
+    Returns:
+        The state on the mesh, padded.
+    """
     found = len(state.clients.id)
     if found != n:
         raise ValueError(f"n is {n} clients, the state has {found}")
@@ -180,7 +234,10 @@ def scattered(state: State, n: int, mesh: Mesh) -> State:
 
 
 def _identity(key, algorithm, hparams, state, data, n, batch_fn) -> dict[str, str]:
-    """Of a run, whatever it runs on: clients, their data and their first rows, are digested one by one where they are"""
+    """The identity of a run, for its checkpoint.  It does not depend on the mesh.
+
+    Each process computes the digests of its own clients: one for the data and the first row of each.
+    """
 
     def shape(tree: PyTree, rows: bool) -> PyTree:
         return jax.tree.map(
@@ -199,7 +256,7 @@ def _identity(key, algorithm, hparams, state, data, n, batch_fn) -> dict[str, st
     digests = [bytes.fromhex(checkpoints.digest([leaf[i] for leaf in local])) for i in range(len(local[0]))]
     own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
     everyone = np.asarray(multihost_utils.process_allgather(own, tiled=True)).reshape(-1, own.shape[1])[:n]
-    # Not the whole server: a mean over clients has other last digits on another mesh.
+    # The rest of the server state is left out: a mean over clients is rounded differently on another mesh.
     start = jax.tree.map(np.asarray, (state.server.round, state.server.params))
     return checkpoints.fingerprint(key, hparams, start=start, data=everyone, program=runner.program(traced.jaxpr))
 
@@ -220,9 +277,29 @@ def loop(
     config: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> tuple[State, Record]:
-    """`runner.loop` on the devices of all processes; process 0 reads and writes the checkpoint, and has the whole record.
+    """`runner.loop` on the devices of all processes.
 
-    A SIGTERM or SIGINT that one process receives ends all of them after the same chunk, with the same exit status.
+    Process 0 reads and writes the checkpoint.  If one process receives SIGTERM or SIGINT, all processes end after the
+    same chunk, with the same exit status.
+
+    Args:
+        key: key of the run.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters of this algorithm.
+        state: state of `init`, or of an earlier `loop`.
+        data: data of the clients, as `rows` makes them.
+        num_rounds: number of the round at which the run ends.
+        mesh: mesh of `parallel.client_mesh`.
+        n: number of clients.
+        batch_fn: as that of `runner.run`.
+        chunk: number of rounds in a compiled chunk.
+        checkpoint: file of the checkpoint; None writes none.
+        config: settings to store in the record.
+        progress: whether process 0 prints a line after each chunk.
+
+    Returns:
+        The last state on the mesh, and the record.  After a resume, only process 0 has the metrics of the earlier
+        rounds.  `runner.DivergedError` if the loss or the params are not finite.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
@@ -248,7 +325,7 @@ def loop(
             state, metrics = parallel.compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
             signals.wait(metrics)
             found = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
-            bad = runner.first_bad_round(found, state, done)  # the same on all processes: the server is replicated
+            bad = runner.first_bad_round(found, state, done)  # the same in all processes
             if bad is not None:
                 kept = f"; {checkpoint} is that of round {done}" if checkpoint and history else ""
                 raise runner.DivergedError(f"the loss is not finite in round {bad} with {hparams}{kept}")
@@ -262,7 +339,8 @@ def loop(
                 print(f"round {done} of {num_rounds}, loss {found['loss'][-1]:.6g}", file=sys.stderr, flush=True)
             if checkpoint is not None:
                 number = int(np.max(multihost_utils.process_allgather(np.int32(signals.signum or 0))))
-                if number:  # not one that came after the others were asked: it waits for the next chunk
+                # A signal that arrives after this exchange waits for the next chunk, so all processes stop together.
+                if number:
                     text = f"{checkpoint} is saved in round {done}; the same call continues there" if first else ""
                     signals.act(text, number)
     settings = {"num_rounds": num_rounds, "hparams": hparams, "processes": jax.process_count(), **(config or {})}

@@ -1,10 +1,13 @@
-"""Many clients, few at a time: their rows live on the host, in memory or in files, and only a cohort's go to the device.
+"""More clients than fit on a device: rows stay on the host, and only those of a round's cohort go to the device.
 
-Memory and time of a round depend on the cohort, not on n.  A cohort is not free (gathering m of n rows breaks an invariant such as
-h = mean_i h_i), so it is open to two kinds of methods only:
-    those that have cohorts of their own (`fedavg(..., cohort=m)`, `scaffold(..., cohort=m)`), and
-    those whose theory speaks of any compressor (`ef_bv`): there a cohort of m is the compressor m-nice(m, C), whose absent clients
-    send 0 and keep their h_i.  C must be independent over clients.  Tune with `compressors.m_nice(m, C).constants(d, n)`.
+The rows are in memory or in files.  Memory and time of a round depend on the size of the cohort, not on n.
+
+If only m of n clients take part, an invariant such as h = mean_i h_i may break.  Two kinds of methods are allowed:
+
+- methods with cohorts (`fedavg(..., cohort=m)`, `scaffold(..., cohort=m)`);
+- methods whose theory holds for any compressor C (`ef_bv`).  A cohort of m is then the compressor m-nice(m, C): absent
+  clients send 0 and keep their h_i.  C must be independent over clients.  Choose the stepsizes with the constants
+  `compressors.m_nice(m, C).constants(d, n)`.
 """
 
 import json
@@ -22,21 +25,37 @@ from commjax.core import checkpoint, checks, rounds, runner, tree
 from commjax.core.base import Algorithm, Key, Message, Metrics, Params, Round
 from commjax.core.runner import DivergedError
 
+# (key, round, n, size) -> ids of the cohort, as `members`
 Draw = Callable[[Key, int, int, int], np.ndarray]
 
 
 class Federation(NamedTuple):
-    """`server` on the device; `rows` on the host, one a client, *written in place* by `run`; their id is their position."""
+    """The state of n clients on the host.
+
+    Attributes:
+        server: server state, on the device.
+        rows: client states on the host, with a leading axis of n rows; `run` *writes them in place*.  The id of a
+            client is the position of its row.
+        n: number of clients.
+        folder: folder of the files that hold the rows and the server state; None if all is in memory.
+    """
 
     server: Any
     rows: Any
     n: int
-    folder: Path | None = None  # where the rows are files, and the server is beside them
+    folder: Path | None = None
 
 
 class StoppedError(RuntimeError):
-    """A run that an error or an interrupt ended between two rounds: `federation` is as the last whole one left it, `metrics` are of
-    those that were done.  The rows of the federation that was given to `run` have gone on, so go on from this one."""
+    """An error or an interrupt stopped a run.
+
+    The federation that was given to `run` is no longer valid, because its rows were written in place.  Continue with
+    `federation`.
+
+    Attributes:
+        federation: the federation after the last whole round.
+        metrics: metrics of the rounds that were finished.
+    """
 
     federation: Federation
     metrics: Metrics
@@ -45,9 +64,19 @@ class StoppedError(RuntimeError):
 def start(
     algorithm: Algorithm, params: Params, n: int, folder: str | Path | None = None, **per_client: Any
 ) -> Federation:
-    """Every client begins with the same row: what `algorithm.init` gives one client.  With a new `folder`, rows are files in it.
+    """Make a federation in which every client begins with the same row.
 
-    Rows of zeros take no memory and no disk until they are written.
+    Rows of zeros take no memory and no disk space until they are written.
+
+    Args:
+        algorithm: the algorithm.
+        params: the first model.
+        n: number of clients.
+        folder: a new folder for the rows; None keeps them in memory.
+        **per_client: arguments of `algorithm.init` for one client, without a client axis.
+
+    Returns:
+        The federation.
     """
     server, first = _first(algorithm, params, n, per_client)
     if folder is None:
@@ -56,7 +85,7 @@ def start(
         )
     folder = Path(folder)
     with checkpoint.writing(folder / _SERVER):
-        # A `start` that was killed leaves files of these names and no server.
+        # A `start` that was killed leaves these files and no server file; it can be repeated.
         known = {path.name for path, _ in _files(folder, first)} | {f".{_SERVER}.lock"}
         if not {path.name for path in folder.iterdir()} <= known:
             raise ValueError(f"folder: {folder} is not empty; allowed: a new one (to go on with this one, see reopen)")
@@ -71,23 +100,27 @@ def start(
 
 
 def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **per_client: Any) -> Federation:
-    """Open what `start` made in `folder`, as the last whole round left it, also where the process was killed in the midst of one.
+    """Open the folder of a federation, in the state after its last whole round.
 
-    Checked: the digest of the server's file with the last cohort's rows; structure, dtype, shape and exact size of each client
-    file; n, the compressor's name and the first state.  `run` then checks the key, the hyperparameters and the program (loss,
-    compressor, cohort size) against those of the run that the folder holds.  Not checked: the content of client files, which are
-    too large to read in each round, and the data behind `fetch`, of which a run sees a cohort at a time.  After a power cut, rows
-    may be older than their server.
+    This works even if the process was killed in the middle of a round.
+
+    This function checks the digest of the server file, which also holds the rows of the last cohort; structure, dtype,
+    shape and exact size of each client file; n, the name of the compressor and the first state.  `run` then checks that
+    key, hyperparameters and program (loss, compressor, cohort size) are those of the run in the folder.
+
+    The content of the client files is not checked, because they are too large to read in each round.  The data of
+    `fetch` is not checked either.  After a power cut, rows may be older than the server state.
 
     Args:
-        algorithm: As `start` had it.
-        params: As `start` had it.
-        n: As `start` had it.
+        algorithm: The algorithm that was given to `start`.
+        params: The model that was given to `start`.
+        n: The number of clients that was given to `start`.
         folder: The folder.
-        **per_client: As `start` had it.
+        **per_client: The further arguments that were given to `start`.
 
     Returns:
-        The federation.  A folder of another run, or with a file that is damaged, raises CheckpointError and stays as it is.
+        The federation.  CheckpointError if the folder belongs to another run or a file is damaged; no file is then
+        changed.
     """
     folder, (server, first) = Path(folder), _first(algorithm, params, n, per_client)
     path = folder / _SERVER
@@ -105,7 +138,7 @@ def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **p
 
 
 def _last_cohort(path: Path, log: dict[str, np.ndarray], rows: list[np.ndarray], n: int) -> tuple[Any, Any]:
-    """The ids and rows in the server's file."""
+    """Ids and rows of the last cohort, from the server file."""
     ids, new = log.get("ids", np.zeros(())), [log.get(f"rows {i}", np.zeros(())) for i in range(len(rows))]
     fits = ids.ndim == 1 and all(one.shape == (len(ids), *row.shape) for one, row in zip(new, rows))
     if not fits or not np.all((ids >= 0) & (ids < n) & (ids % 1 == 0)):
@@ -114,12 +147,12 @@ def _last_cohort(path: Path, log: dict[str, np.ndarray], rows: list[np.ndarray],
 
 
 def _check_file(path: Path, row: np.ndarray, n: int) -> None:
-    """A client file of exactly n such rows, opened so that it cannot change."""
+    """CheckpointError unless the file holds exactly n rows like `row`.  It is opened for reading only."""
     try:
         found = np.lib.format.open_memmap(path, "r")
-    except Exception as error:  # also what NumPy's parser of headers may raise
+    except Exception as error:  # NumPy's parser of headers may raise several types
         raise checkpoint.CheckpointError(f"{path} is not a readable client file: {error!r}") from error
-    # A file does not know bfloat16.
+    # A file of bfloat16 has the dtype void.
     dtype = row.dtype if found.dtype == np.dtype((np.void, row.dtype.itemsize)) else found.dtype
     if (found.shape, dtype) != ((n, *row.shape), row.dtype):
         raise checkpoint.CheckpointError(f"{path} is {dtype}{list(found.shape)}, expected {row.dtype}{[n, *row.shape]}")
@@ -138,8 +171,10 @@ def _start_identity(algorithm: Algorithm, server: Any, first: Any, n: int) -> di
 
 
 def _run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, str]:
-    """What the folder's file says about its run; another key or other hyperparameters, and rounds that another process added, are
-    refused."""
+    """The stored identity of the run in the folder, with key and hyperparameters.
+
+    CheckpointError if these differ from the stored ones, or if another process has added rounds.
+    """
     if federation.folder is None:
         return {}
     path = federation.folder / _SERVER
@@ -155,7 +190,10 @@ def _run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, s
 
 
 def _program_identity(path: Path, stored: dict[str, str], step: Any, inputs: tuple[Any, ...]) -> dict[str, str]:
-    """`stored` with the program, which is traced for the batch shapes of the folder's first round; another program is refused."""
+    """Add the program to the stored identity, traced for the batch shapes of the first round in the folder.
+
+    CheckpointError if the stored program is another one.
+    """
     key, hparams, server, rows, batch = inputs
     types = [jax.typeof(leaf) for leaf in jax.tree.leaves(batch)]
     identity = {"batch": json.dumps([f"{one.dtype}, {one.ndim} axes" for one in types])}
@@ -173,7 +211,7 @@ _SERVER = "server.safetensors"
 
 
 def _first(algorithm: Algorithm, params: Params, n: int, per_client: Any) -> tuple[Any, Any]:
-    """The server, and a client's row; the id is its position and is not stored"""
+    """The first server state, and the first row of a client.  Ids are not stored: they are positions."""
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     server, rows = algorithm.init(params, jnp.zeros(1, jnp.int32), **tree.repeat(per_client, 1))
@@ -187,21 +225,33 @@ def _filled(many: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 
 def _files(folder: Path, first: Any) -> list[tuple[Path, np.ndarray]]:
-    """Numbered, for two names may differ in what no file's name can hold"""
+    """File and first row of each leaf.  Files are numbered, because two leaves may have the same plain name."""
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(first)[0]]
     plain = ["".join(c if c.isalnum() else "_" for c in name) for name, _ in named]
     return [(folder / f"{i:03}{name}.npy", leaf) for i, (name, (_, leaf)) in enumerate(zip(plain, named))]
 
 
 def _log(federation: Federation, server: Any, ids: np.ndarray, rows: PyTree, identity: dict[str, str]) -> None:
-    """Before rows are written: if that is interrupted, `reopen` does it again.  float64 holds every other dtype."""
+    """Save the server state with the cohort's new rows, before the rows are written to their files.
+
+    If that writing is interrupted, `reopen` repeats it.  Rows are stored as float64.
+    """
     if federation.folder is not None:
         history = {"ids": ids} | {f"rows {i}": leaf for i, leaf in enumerate(jax.tree.leaves(rows))}
         checkpoint.save(federation.folder / _SERVER, server, history, identity)
 
 
 def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
-    """`size` of n clients in the cohort of a round, uniform without replacement, in ascending order; the work grows with `size`.
+    """Draw the cohort of a round, uniformly without replacement.  The work grows with `size`, not with n.
+
+    Args:
+        key: key of the run.
+        round: number of the round.
+        n: number of clients.
+        size: number of members.
+
+    Returns:
+        The ids of the members, in ascending order.
 
     >>> members(jax.random.key(0), 3, 100_000, 4).shape
     (4,)
@@ -212,22 +262,23 @@ def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
 
 
 def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
-    """The cohort's size, and whether it is a compressor's"""
+    """The size of the cohort, and whether the cohort is that of a compressor (m-nice)."""
     exchange = algorithm.exchange
     if exchange is None or exchange.server_step is None:
         raise ValueError(
-            "algorithm: it does not exchange once a round, or its server makes more of the messages than a mean; allowed: clients.federated"
+            "algorithm: it does not exchange once a round, or its server makes more of the messages than a mean; "
+            "allowed: rounds.federated"
         )
     own = exchange.cohort_size
     if own is None and exchange.compressor is None:
         raise ValueError(
-            "algorithm: neither cohorts of its own nor a compressor; absent clients would break its invariant.  Allowed: "
-            "methods built with cohort=m, and those with a compressor"
+            "algorithm: neither cohorts of its own nor a compressor; absent clients would break its invariant.  "
+            "Allowed: methods built with cohort=m, and those with a compressor"
         )
     if own is None and exchange.reduce is not None:
         raise ValueError(
-            f"algorithm: {exchange.reduce.name} of a cohort of the compressor would not count the absent clients, who send 0; allowed: "
-            "methods built with cohort=m, or reduce=None"
+            f"algorithm: {exchange.reduce.name} of a cohort of the compressor would not count the absent clients, who "
+            "send 0; allowed: methods built with cohort=m, or reduce=None"
         )
     if own is not None and size not in (None, own):
         raise ValueError(f"size={size}, but the algorithm was built with cohort={own}")
@@ -239,10 +290,17 @@ def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
 
 @cache
 def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callable[..., tuple[Any, Any, Metrics, Any]]:
-    """(key, hparams, server, rows, batch) -> (server, rows, metrics, accepted), where rows (with their ids) and batch are the cohort's.
+    """Compile a round of one cohort.
 
-    The loss is the mean over the cohort; bits are means over all n clients.  `accepted` says of each member whether its message is
-    `clients.acceptable`, and its loss finite.
+    Args:
+        algorithm: an algorithm that allows cohorts (see the module).
+        n: number of clients.
+        size: number of members; None if the algorithm was built with a cohort.
+
+    Returns:
+        A jitted function (key, hparams, server, rows, batch) -> (server, rows, metrics, accepted).  `rows` (with ids)
+        and `batch` have a leading axis of the members.  The loss is the mean over the cohort; bits are means over all n
+        clients.  `accepted` says for each member whether its message is `rounds.acceptable` and its loss finite.
     """
     m, joint = _size(algorithm, n, size)
     exchange = algorithm.exchange
@@ -251,7 +309,7 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
 
     def step(key, hparams, server, rows, batch):
         key_round = jax.random.fold_in(key, server.round)
-        key_message = jax.random.split(key_round)[1] if joint else key_round  # the one that `m_nice` gives to C
+        key_message = jax.random.split(key_round)[1] if joint else key_round  # the key that `m_nice` gives to C
 
         def one(client, data):
             def send(x):
@@ -263,7 +321,7 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
         rows, (value, bits), loss = jax.vmap(one)(rows, batch)
         accepted = jax.vmap(rounds.acceptable)(value) & jnp.isfinite(loss)
         value, loss = rounds.reduced(exchange.reduce, value, loss)
-        value = tree.scale(m / n, value) if joint else value  # the others sent 0
+        value = tree.scale(m / n, value) if joint else value  # absent clients send 0
         down = jnp.asarray(m / n * exchange.bits_down(server), bits.dtype)
         after = rounds.next_round(server, server_step(hparams, server, value))
         return after, rows, Metrics(loss, m / n * jnp.mean(bits), down), accepted
@@ -281,16 +339,29 @@ def run(
     size: int | None = None,
     draw: Draw = members,
 ) -> tuple[Federation, Metrics]:
-    """`num_rounds` rounds; `fetch(ids)` gives the cohort's data with a leading axis, from wherever it is.
+    """Run `num_rounds` rounds, each with a cohort.
 
-    The second result has one float64 entry a round.  What happens in round t depends on (key, t) only, as in `runner.run`.  An error
-    or an interrupt on the way is a `StoppedError`, which has the federation as it is then.  So is a member's message that is not finite
-    or absurdly large (`clients.acceptable`), and a model that is not finite: the cause is a `DivergedError` that names the clients and
-    the round, and that round is not written.  A robust reducer leaves such messages out instead.
+    The randomness of round t depends on (key, t) only, as in `runner.run`.  An error or an interrupt raises a
+    `StoppedError`, which holds the federation after the last whole round.  If a member's message is not
+    `rounds.acceptable`, or the model is not finite, its cause is a `DivergedError` that names the clients and the
+    round, and that round is not written.  A robust reducer drops such messages instead.
 
-    A folder holds one run: another key, other hyperparameters or another program raise CheckpointError, and so does a second
-    process.  SIGTERM and SIGINT wait for the running round, which the folder then holds, and act as usual (exit status 143,
-    KeyboardInterrupt): continue with `reopen`.  A second signal acts at once.
+    A folder holds one run.  Another key, other hyperparameters, another program or a second process raise a
+    CheckpointError.  SIGTERM and SIGINT wait until the running round is saved in the folder, and then act as usual
+    (exit status 143, KeyboardInterrupt); continue with `reopen`.  A second signal acts immediately.
+
+    Args:
+        key: key of the run.
+        algorithm: an algorithm that allows cohorts (see the module).
+        hparams: hyperparameters of this algorithm.
+        federation: the federation of `start`, `reopen` or an earlier `run`.  Its rows are written in place.
+        fetch: (ids [m]) -> data of these clients, with a leading axis of m.
+        num_rounds: number of rounds, at least 0.
+        size: number of members m; None if the algorithm was built with a cohort.
+        draw: (key, round, n, size) -> ids of the cohort.
+
+    Returns:
+        The federation after the last round, and metrics with one float64 entry per round.
     """
     with checkpoint.writing(None if federation.folder is None else federation.folder / _SERVER) as signals:
         return _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, size, draw)
@@ -313,7 +384,7 @@ def _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, siz
             rows = jax.tree.map(lambda leaf, ids=ids: leaf[ids], store)._replace(id=ids)
             batch = fetch(ids)
             if folder is not None and number == first:
-                plain = True  # its error is raised as it is
+                plain = True  # an error of the next line is raised without a StoppedError
                 identity = _program_identity(folder / _SERVER, identity, step, (key, hparams, server, rows, batch))
                 plain = False
             after, rows, metrics, accepted = step(key, hparams, server, rows, batch)
@@ -325,13 +396,13 @@ def _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, siz
             _put(store, ids, rows)
             server, writing = after, None
             seen.append(metrics)
-            plain = True  # so is a signal's
+            plain = True  # the exception of a signal is, too
             signals.act(f"{folder} is saved in round {int(server.round)}; reopen it to continue")
             plain = False
     except (Exception, KeyboardInterrupt) as error:
         if plain:
             raise
-        if writing is not None:  # interrupted in the midst of it: again
+        if writing is not None:  # rows were being written: write them again
             ids, rows, server, metrics = writing
             _put(store, ids, rows)
             seen.append(metrics)
@@ -342,11 +413,12 @@ def _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, siz
 
 
 def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after: Any) -> None:
-    """DivergedError for messages that a server would refuse, unless a reducer left them out, and for params that are not finite"""
+    """DivergedError if messages were refused and there is no robust reducer, or if the params are not finite."""
     assert algorithm.exchange is not None
     if len(refused) and algorithm.exchange.reduce is None:
         raise DivergedError(
-            f"round {number}: the messages or losses of clients {refused.tolist()} are not finite or too large (clients.acceptable)"
+            f"round {number}: the messages or losses of clients {refused.tolist()} are not finite or too large "
+            "(rounds.acceptable)"
         )
     if not checks.finite_tree(after.params):
         raise DivergedError(f"round {number}: the server's params are not finite")
@@ -364,13 +436,14 @@ def _put(store: PyTree, ids: np.ndarray, rows: PyTree) -> None:
 
 
 def _check_independent(algorithm: Algorithm, server: Any, n: int) -> None:
-    """omega_ran = omega / n is what independence over clients gives, and no joint compressor has"""
+    """ValueError for a joint compressor.  Only one that is independent over clients has omega_ran = omega / n."""
     assert algorithm.exchange is not None
     compressor = algorithm.exchange.compressor
     if compressor is not None and n > 1:
         _, omega, omega_ran = compressor.constants(tree.size(server.params), n)
         if abs(omega_ran - omega / n) > 1e-9 * omega:
             raise ValueError(
-                f"algorithm: {compressor.name} joins the clients (omega_ran = {omega_ran:g}, not omega / n = {omega / n:g}), and the "
-                "absent ones would be missing; allowed: one that is independent over clients, as the C of m_nice(size, C)"
+                f"algorithm: {compressor.name} joins the clients (omega_ran = {omega_ran:g}, not omega / n = "
+                f"{omega / n:g}), and the absent ones would be missing; allowed: one that is independent over clients, "
+                "as the C of m_nice(size, C)"
             )

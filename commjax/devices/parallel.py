@@ -1,7 +1,8 @@
-"""The same step on several devices: the client axis is a mesh axis.
+"""Run an algorithm on several devices: the client axis is split over a mesh axis.
 
-Three ways to the same trajectory: `shard_step` (shard_map), `pmap_step`, `jit_step` (sharded jit).  Where the devices do not divide
-the clients, rows are padded with copies of the last one, which take no part in any mean, and cut off again.
+`shard_step` (shard_map), `pmap_step` and `jit_step` (sharded jit) give the same trajectory.  If the number of devices
+does not divide the number of clients, the rows are padded with copies of the last one.  Padding takes no part in any
+mean, and it is cut off again.
 """
 
 import math
@@ -27,9 +28,13 @@ AXIS = "clients"
 
 
 def client_mesh(num_devices: int | None = None) -> Mesh:
-    """`num_devices` devices in a row (all of all processes by default), each with its share of the clients.
+    """Make a mesh with the one axis `AXIS`.
 
-    With several processes each gives the same number of its devices.
+    Args:
+        num_devices: number of devices over all processes, the same number from each; None is all devices.
+
+    Returns:
+        The mesh.
     """
     num_devices = jax.device_count() if num_devices is None else num_devices
     _check_devices(num_devices)
@@ -54,14 +59,28 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def padded_axis(n: int) -> PaddedAxis:
-    """A name for the axis of n clients and some rows that are none; it differs with n, as the programs do"""
+    """Name the device axis of n clients whose last rows are padding.
+
+    Args:
+        n: number of clients.
+
+    Returns:
+        The name, with the attribute `n`.  It contains n, because programs for different n differ.
+    """
     axis = PaddedAxis(f"{AXIS} (of {n})")
     axis.n = n
     return axis
 
 
 def pad_rows(rows: PyTree, num_devices: int) -> PyTree:
-    """The last row again and again, up to a multiple of the devices.
+    """Repeat the last row until the number of rows is a multiple of the number of devices.
+
+    Args:
+        rows: a pytree whose leaves have the same leading axis.
+        num_devices: number of devices.
+
+    Returns:
+        The pytree with the padded leading axis.
 
     >>> pad_rows(jnp.arange(3), 2).tolist()
     [0, 1, 2, 2]
@@ -79,7 +98,10 @@ def _cut(rows: PyTree, n: int) -> PyTree:
 
 
 def _on_shards(function: Callable, mesh: Mesh, key, hparams, state: State, data: PyTree, n: int | None = None):
-    """`function(key, hparams, state, data, axis_name=...)` under `shard_map`; n of the rows are clients, by default all"""
+    """Call `function(key, hparams, state, data, axis_name=...)` under `shard_map`.
+
+    The first n rows are clients, the others are padding; None: all rows are clients.
+    """
     rows = len(state.clients.id)
     n = rows if n is None else n
     if not 1 <= n <= rows:
@@ -99,9 +121,17 @@ def _on_shards(function: Callable, mesh: Mesh, key, hparams, state: State, data:
 
 
 def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
-    """`step` under `shard_map`: the server replicated, the clients split over the mesh."""
+    """`algorithm.step` under `shard_map`: the server is replicated, the clients are split over the mesh.
+
+    Args:
+        algorithm: the algorithm.
+        mesh: mesh of `client_mesh`.
+
+    Returns:
+        A jitted step (key, hparams, state, batch) -> (State, metrics).
+    """
     _check_mesh(mesh)
-    if mesh.size == 1:  # an axis of one would still wait for a collective
+    if mesh.size == 1:  # an axis of one device would still call collectives
         return jit_step(algorithm, mesh)
 
     @partial(jax.jit, static_argnames="axis_name")
@@ -112,7 +142,7 @@ def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
 
 
 def _rounds(key, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=runner.full_batch, n=None):
-    """`run` without its checks, not compiled"""
+    """`run` without its checks, not compiled."""
 
     def rounds(key, hparams, state, data, axis_name):
         return runner.compiled_run(key, algorithm, hparams, state, data, num_rounds, batch_fn, axis_name)
@@ -120,7 +150,7 @@ def _rounds(key, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=run
     return _on_shards(rounds, mesh, key, hparams, state, data, n)
 
 
-# Has `trace` and `lower`; arguments as those of `run`.
+# `run` without its checks, with the methods `trace` and `lower` of a jitted function.
 compiled_run = jax.jit(_rounds, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "n"))
 
 
@@ -135,22 +165,22 @@ def run(
     batch_fn: runner.BatchFn = runner.full_batch,
     n: int | None = None,
 ) -> tuple[State, Any]:
-    """`runner.run` under `shard_map`: rows are padded once, and the rounds run where the clients are.
+    """`runner.run` under `shard_map`.  Rows are padded once, and all rounds run on the devices.
 
     Args:
-        key: of the run; this and the other arguments are checked as `runner.run` does.
-        algorithm: what `commjax.algorithms` makes.
-        hparams: of this algorithm.
-        state: what `algorithm.init` made, or an earlier run.
-        data: with a leading client axis.
-        num_rounds: at least 0.
-        mesh: of `client_mesh`.
+        key: key of the run.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters of this algorithm.
+        state: the result of `algorithm.init` or of an earlier run.
+        data: pytree whose leaves have a leading client axis.
+        num_rounds: number of rounds, at least 0.
+        mesh: mesh of `client_mesh`.
         batch_fn: as that of `runner.run`.
-        n: the first n rows are clients, the others fill up the devices (`pad_rows`); by default all rows are.
+        n: number of clients: the rows from n on are padding (`pad_rows`).  None: all rows are clients.
 
     Returns:
-        The state after the last round, and the metrics.  A loss or params that are not finite are a `runner.DivergedError`; the
-        caller still has the state that he gave.  (Inside `jit` there are no numbers to check.)
+        The state after the last round, and the metrics.  `runner.DivergedError` if the loss or the params are not
+        finite, except inside `jit`, where there are no numbers to check.
     """
     _check_mesh(mesh)
     checks.entry(key, algorithm, hparams, state, num_rounds, n=n)
@@ -174,11 +204,24 @@ def sweep(
     batch_fn: runner.BatchFn = runner.full_batch,
     at_once: int | None = None,
 ) -> tuple[State, Any]:
-    """`runner.sweep` with the settings dealt out to the devices, each of which has all clients and all keys.
+    """`runner.sweep` with the settings split over the devices; each device has all clients and all keys.
 
-    No device waits for another's inner loops; only the results travel, once, to be put in order.  Settings that were sorted by
-    the work they make are dealt like cards, so that every device gets as much; `at_once` of them are computed side by side on one
-    device.
+    No device waits for the inner loops of another.  Only the results are communicated, once.  Device j of p gets the
+    settings j, j + p, j + 2p, ..., so if the settings are sorted by their work, all devices get about the same.
+
+    Args:
+        keys: s keys, as of `jax.random.split`.
+        algorithm: an algorithm of `commjax.algorithms`.
+        hparams: hyperparameters whose leaves have a leading axis of h settings.
+        state: the state with which every run begins.
+        data: pytree whose leaves have a leading client axis.
+        num_rounds: number of rounds, at least 0.
+        mesh: mesh of `client_mesh`.
+        batch_fn: as that of `runner.run`.
+        at_once: number of settings of one key that one device computes in parallel; None is all.
+
+    Returns:
+        The states and the metrics of `runner.sweep`, with leading axes [h, s].
     """
     _check_mesh(mesh)
     runner.check_sweep(hparams, keys, at_once)
@@ -187,10 +230,8 @@ def sweep(
 
 
 @partial(jax.jit, static_argnames=("algorithm", "num_rounds", "mesh", "batch_fn", "at_once"))
-def compiled_sweep(
-    keys, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=runner.full_batch, at_once=None
-):  # fmt: skip
-    """`sweep` without its checks; has `trace` and `lower`."""
+def compiled_sweep(keys, algorithm, hparams, state, data, num_rounds, mesh, batch_fn=runner.full_batch, at_once=None):
+    """`sweep` without its checks, with the methods `trace` and `lower` of a jitted function."""
     settings = runner.check_sweep(hparams, keys, at_once)
 
     def one(keys, hparams, state, data):
@@ -209,7 +250,7 @@ def compiled_sweep(
 
 
 def _transposed(rows: PyTree, columns: int) -> PyTree:
-    """Rows that were read line by line from a table, read column by column
+    """Transpose a table whose entries are the rows, with the given number of columns.
 
     >>> _transposed(jnp.arange(6), 2).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -223,7 +264,16 @@ def _transposed(rows: PyTree, columns: int) -> PyTree:
 
 
 def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
-    """`step` under `pmap`; takes and returns unsplit states, like `shard_step`."""
+    """`algorithm.step` under `pmap`.
+
+    Args:
+        algorithm: the algorithm.
+        num_devices: number of devices.
+
+    Returns:
+        A jitted step (key, hparams, state, batch) -> (State, metrics).  Like that of `shard_step`, it takes and returns
+        states that are not split.
+    """
     _check_devices(num_devices)
     if num_devices == 1:
         return jit_step(algorithm, client_mesh(1))
@@ -248,7 +298,15 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
 
 
 def jit_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
-    """`step` as it is, on rows that lie on the mesh: the compiler splits the work, and pads where it must."""
+    """`algorithm.step` under `jit` with sharded clients: the compiler splits the work, and pads if it must.
+
+    Args:
+        algorithm: the algorithm.
+        mesh: mesh of `client_mesh`.
+
+    Returns:
+        A jitted step (key, hparams, state, batch) -> (State, metrics).
+    """
     _check_mesh(mesh)
 
     def on(tree: PyTree, spec: P) -> PyTree:
@@ -268,7 +326,7 @@ def jit_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
 
 
 def split_rows(rows: PyTree, num_devices: int) -> PyTree:
-    """[n, ...] -> [devices, n / devices, ...]"""
+    """Reshape leaves [n, ...] to [devices, n / devices, ...].  ValueError unless the devices divide n."""
 
     def one(leaf):
         if len(leaf) % num_devices:
@@ -279,12 +337,12 @@ def split_rows(rows: PyTree, num_devices: int) -> PyTree:
 
 
 def merge_rows(rows: PyTree) -> PyTree:
-    """[devices, n / devices, ...] -> [n, ...]"""
+    """Reshape leaves [devices, n / devices, ...] to [n, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
 
 
 def shard_rows(rows: PyTree, mesh: Mesh) -> PyTree:
-    """Place rows on the mesh, split where the devices divide them, else whole on each"""
+    """Place rows on the mesh: split if the devices divide their number, else replicated."""
     _check_mesh(mesh)
 
     def one(leaf):
@@ -295,29 +353,39 @@ def shard_rows(rows: PyTree, mesh: Mesh) -> PyTree:
 
 
 def shard(state: State, mesh: Mesh) -> State:
-    """Place a state on the mesh: the server everywhere, each client on one device (see `shard_rows`)."""
+    """Place a state on the mesh: the server replicated, the clients as `shard_rows` places them."""
     _check_mesh(mesh)
     server = jax.device_put(state.server, NamedSharding(mesh, P()))
     return State(server, shard_rows(state.clients, mesh))
 
 
 class Collectives(NamedTuple):
-    """What a compiled program moves between devices: how often each operation stands in it, and the bytes that go in."""
+    """The communication between devices in a compiled program.
+
+    Attributes:
+        counts: how often each operation, such as "all-reduce", occurs in the program.
+        bytes: bytes of the results of these operations on one device.
+    """
 
     counts: dict[str, int]
     bytes: int
 
 
 _OPERATION = re.compile(
-    r"= (?P<type>\(?\(?[a-z0-9]+\[.*?) (?P<name>all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?P<start>-start)?\("
+    r"= (?P<type>\(?\(?[a-z0-9]+\[.*?) "
+    r"(?P<name>all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")  # f32, bf16, f8e4m3fn, s4
 
 
 def collectives(compiled: Any) -> Collectives:
-    """Of `jax.jit(f).lower(...).compile()`: operations between devices and the bytes of their results on one device.
+    """Count the communication between devices in a compiled program.
 
-    A loop's body counts once.
+    Args:
+        compiled: the result of `jax.jit(f).lower(...).compile()`.
+
+    Returns:
+        Operations and bytes.  The body of a loop counts once.
     """
     counts: Counter[str] = Counter()
     total = 0
@@ -325,7 +393,8 @@ def collectives(compiled: Any) -> Collectives:
         counts[found["name"]] += 1
         arrays = _ARRAY.findall(found["type"])
         if found["start"] and found["name"] in ("all-gather", "collective-permute"):
-            # An asynchronous one is (operands, results, and for a permutation perhaps contexts): the second half without these.
+            # The type of an asynchronous operation is (operands, results), for a permutation perhaps with u32 contexts
+            # at the end.  Drop the contexts and keep the results.
             arrays = [one for one in arrays if one[0] != "u32" or one[2]]
             arrays = arrays[len(arrays) // 2 :]
         for kind, width, shape in arrays:
@@ -335,16 +404,25 @@ def collectives(compiled: Any) -> Collectives:
 
 
 def bytes_up(algorithm: Algorithm, hparams: Any, state: State, batch: PyTree) -> int:
-    """What a round of a method that exchanges once has to reduce over devices: one message, its price and one loss.
+    """Bytes that a round has to reduce over the devices: one message, its number of bits and one loss.
 
-    On p devices a ring moves 2 (p - 1)/p times as many bytes a device; on one device, nothing.
+    On p devices a ring all-reduce sends 2 (p - 1)/p times as many bytes per device.
+
+    Args:
+        algorithm: an algorithm with an `exchange` that has a `server_step`.
+        hparams: hyperparameters of this algorithm.
+        state: a state of this algorithm.
+        batch: the data of a round, with a leading client axis.
+
+    Returns:
+        The number of bytes.
     """
     if algorithm.exchange is None or algorithm.exchange.server_step is None:
         raise ValueError("algorithm: it exchanges more than once a round, or more than a mean: its bytes are its own")
     loss = jax.eval_shape(partial(algorithm.step, jax.random.key(0)), hparams, state, batch)[1]
     down: Any = {name: getattr(state.server, name) for name in algorithm.exchange.down}
     sent = 0
-    if algorithm.exchange.reply is not None:  # a message that is not like what came down
+    if algorithm.exchange.reply is not None:  # the upload has another structure than the download
         down, sent = (), int(algorithm.exchange.reply.bits(state.server, 0)) // 8
     scalars = (loss.loss, loss.bits_up)
     return sent + sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves((down, scalars)))

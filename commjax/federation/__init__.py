@@ -1,9 +1,9 @@
 """A server and clients that exchange bytes.
 
-contract        what both sides agree on before the first message
-fingerprint     a digest of code and data, so that two sides can compare theirs
-envelope        a header with length, round, client and checksum around a payload
-exchange        one round in two places: downloads, answers, the new server state
+contract        what server and clients agree on before the first message
+fingerprint     a digest of a function's source and closure, to compare the code of server and clients
+envelope        a header with run, round, client, length and checksum before a payload
+exchange        one round as bytes: downloads, uploads, the new server state
 flower          the same as a Flower ServerApp and ClientApp
 """
 

@@ -1,4 +1,4 @@
-"""What the parties of a federation agree on before it begins, and what follows from that: who takes part, what it costs, who is foreign."""
+"""The contract of a federation: what server and clients agree on, and the keys, cohorts and bits that follow."""
 
 import hashlib
 from functools import cache, partial
@@ -16,25 +16,41 @@ from commjax.federation.fingerprint import digest
 
 
 class Contract(NamedTuple):
-    """What all parties know before the run begins, and must agree on."""
+    """What server and clients agree on before the run begins.
 
-    algorithm: Algorithm  # one with an `exchange`
+    Attributes:
+        algorithm: an algorithm with an `exchange`.
+        hparams: hyperparameters of this algorithm.
+        init: (ids) -> State.  A client calls it with its own id only, and only the server uses `State.server`.
+        n: number of clients; their ids are 0 to n - 1.
+        key: key of the run, as in `runner.run`.
+        batch_fn: as that of `runner.run`.
+        run: number of the run with this contract, 64 bits.
+        rounds: largest number of rounds in which a client answers; private methods need it.
+    """
+
+    algorithm: Algorithm
     hparams: Any
-    init: (
-        InitFn  # (ids) -> State; a client calls it with its own id only, and nobody but the server reads `State.server`
-    )
-    n: int  # clients, numbered from 0
-    key: Key  # of the run, as in `runner.run`
+    init: InitFn
+    n: int
+    key: Key
     batch_fn: BatchFn = full_batch
-    run: int = 0  # which run of this contract, 64 bits
-    rounds: int | None = None  # that a client answers, at most; needed by private methods
+    run: int = 0
+    rounds: int | None = None
 
 
 def halves(contract: Contract) -> Exchange:
-    """The method's exchange, or a ValueError that says why it cannot leave the simulation."""
+    """The client step and the server step of the contract's algorithm.
+
+    Args:
+        contract: of the run.
+
+    Returns:
+        The exchange.  ValueError or TypeError if the contract cannot be used with remote clients.
+    """
     exchange = contract.algorithm.exchange
     if exchange is None:
-        raise ValueError("algorithm must exchange once a round (clients.federated); this one has no exchange")
+        raise ValueError("algorithm must exchange once a round (rounds.federated); this one has no exchange")
     checks.key_of(contract.key)
     checks.hparams_of(contract.algorithm, contract.hparams, contract.n)
     if exchange.letter is None:
@@ -54,30 +70,38 @@ def halves(contract: Contract) -> Exchange:
 
 
 def start(contract: Contract, ids: Any) -> State:
-    """What the server and the clients `ids` remember before the first round."""
+    """The state before the first round.
+
+    Args:
+        contract: of the run.
+        ids: vector of client ids.
+
+    Returns:
+        The state of the server and of these clients.
+    """
     state, exchange = contract.init(ids), contract.algorithm.exchange
     return state if exchange is None or exchange.start is None else exchange.start(state)
 
 
 def received_fields(exchange: Exchange, server: Any) -> PyTree:
-    """What of the server a client may know"""
+    """The fields of the server that a client receives: one field itself, several as a tuple."""
     fields = tuple(getattr(server, name) for name in exchange.down)
     return fields[0] if len(fields) == 1 else fields
 
 
 def price_down(exchange: Exchange, server: Any, id: int) -> float:
-    """Bits of the letter to one client"""
+    """Bits of the download to client `id`."""
     return float(exchange.bits_down(server) if exchange.letter is None else exchange.letter.bits(server, id))
 
 
 def keys_of(contract: Contract) -> tuple[Key, Key]:
-    """Of the steps and of the batches"""
+    """The key of the steps and the key of the batches."""
     key_step, key_batch = jax.random.split(contract.key)  # as in `runner.run`
     return key_step, key_batch
 
 
 def key_round(contract: Contract, round: int) -> Key:
-    """Of the steps of one round"""
+    """The key of the steps of one round."""
     return jax.random.fold_in(keys_of(contract)[0], round)
 
 
@@ -87,7 +111,16 @@ def _code(exchange: Exchange, batch_fn: BatchFn) -> str:
 
 
 def fingerprint(contract: Contract) -> int:
-    """64 bits of everything that both sides must agree on: a message of another contract is foreign."""
+    """Hash everything that server and clients must agree on.
+
+    Every message carries this number.  A message of another contract is refused.
+
+    Args:
+        contract: of the run.
+
+    Returns:
+        A number of 64 bits.
+    """
     exchange = halves(contract)
     server = start(contract, jnp.arange(contract.n)).server
     name = exchange.compressor.name if exchange.compressor else "dense"
@@ -99,7 +132,7 @@ def fingerprint(contract: Contract) -> int:
 
 
 def members(contract: Contract, round: int) -> list[int]:
-    """Who takes part in this round."""
+    """The ids of the clients that take part in this round, in ascending order."""
     exchange, ids = halves(contract), jnp.arange(contract.n)
     if exchange.members is not None:
         return sorted(int(i) for i in exchange.members(keys_of(contract)[0], round, contract.n))

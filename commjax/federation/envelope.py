@@ -1,13 +1,13 @@
-"""What is around a message when it leaves the process: who sent it, when, how long it is, and a checksum.
+"""The header of a message between processes: run, round, client, length and a checksum.
 
     magic | version | kind | run | round | client | counted | loss | length | checksum || payload
 
-44 bytes before the payload.  The payload is exactly what an encoder emits, and it alone is what the ledger counts
-(`Metrics.bits_up`, `bits_down`); the header, like the transport's own, is reported apart.  Nothing in a header makes the
-receiver allocate: `length` is compared with what has arrived and with what is expected, and the payload is a slice.
+The header has 44 bytes.  The payload is exactly what an encoder returns, and `Metrics.bits_up` and `bits_down` count
+the payload only.  The bytes of headers are reported separately.  No number in a header makes the receiver allocate
+memory: `length` is compared with what has arrived and with what is expected, and the payload is a slice.
 
-The checksum (CRC-32) finds accidents.  It does not stop somebody who computes it anew: that is the transport's part, TLS and
-authentication (BUILD.md).
+The checksum (CRC-32) finds accidental damage.  It does not stop an attacker, who can compute it; TLS and authentication
+of the transport do (BUILD.md).
 """
 
 import struct
@@ -24,20 +24,38 @@ MAX_BYTES = (1 << 32) - 1  # of a payload
 
 
 class RefusedError(ValueError):
-    """A message that is not opened; the text says why."""
+    """A message is refused; the text says why."""
 
 
 class Header(NamedTuple):
-    kind: str  # one of KINDS
-    run: int  # 64 bits that name the run: a message of another one is foreign
+    """The header of a message.
+
+    Attributes:
+        kind: one of `KINDS`.
+        run: 64 bits that identify the run (`contract.fingerprint`); a message of another run is refused.
+        round: number of the round.
+        client: id of the client that receives a download or sends an upload.
+        counted: in a download, the last round in which the server counted an upload of this client; -1 if none.
+        loss: in an upload, f_i at the params received.  Its bits are not counted.
+    """
+
+    kind: str
+    run: int
     round: int
     client: int
-    counted: int = -1  # down: the last round in which the server counted this client; -1: none yet
-    loss: float = 0.0  # up: f_i at the params received, a report that the ledger does not count
+    counted: int = -1
+    loss: float = 0.0
 
 
 def seal(header: Header, payload: bytes) -> bytes:
-    """The bytes that travel.
+    """Put a header before a payload.
+
+    Args:
+        header: the header.
+        payload: at most `MAX_BYTES` bytes.
+
+    Returns:
+        The bytes to send.
 
     >>> data = seal(Header("up", run=7, round=3, client=1), b"payload")
     >>> len(data) - HEADER_BYTES
@@ -53,7 +71,16 @@ def seal(header: Header, payload: bytes) -> bytes:
 
 
 def unseal(data: bytes, *, kind: str, run: int, limit: int) -> tuple[Header, bytes]:
-    """Header and payload, or a `RefusedError`; `limit` is the longest payload expected.
+    """Split a message into header and payload, and validate it.
+
+    Args:
+        data: the bytes that arrived.
+        kind: the expected kind.
+        run: the expected run.
+        limit: largest number of bytes of the payload.
+
+    Returns:
+        Header and payload.  RefusedError if the message is damaged, too long, or of another kind or run.
 
     >>> unseal(seal(Header("up", 7, 3, 1), b"payload"), kind="up", run=7, limit=7)[1]
     b'payload'

@@ -1,25 +1,28 @@
-"""A round in two places: what a client and what the server do with bytes.  No network here (see `commjax.federation.flower`).
+"""A round with remote clients: what the server and a client do with bytes.  The network is not part of this module.
 
-    server   letters(contract, server, counted)      ->  one sealed message for each client that takes part
-    client   answer(contract, id, data, memory, letter)  ->  what it remembers, and its sealed reply
-    server   close(contract, server, replies)        ->  the next server, and a report of what was sent
+    server   letters(contract, server, counted)           ->  one sealed download for each client that takes part
+    client   answer(contract, id, data, memory, letter)   ->  the client's new memory, and its sealed upload
+    server   close(contract, server, replies)             ->  the next server state, and a report
 
-The payload up is `compressor.encode`, the payload down the raw leaves of the fields that the method names (`Exchange.down`), unless the
-method writes them itself, client by client (`Exchange.letter` and `reply`).  Both have exactly the bits of the simulation's ledger.  Client and server add the decoded message, so that h = mean_i h_i holds bit
-for bit.  A client commits a round only when the server's next letter says that its message was counted: a reply that came too late
-changes nothing on either side.
+See `commjax.federation.flower` for a network.
 
-A message whose numbers are not finite, or so large that sums and squares of them would not be (`clients.acceptable`), is refused like one
-that did not come: by the server with the client and the round, by the client with the round.  A step of the server that does not end in
-finite params is a `DivergedError`, and the server that was given stays the last good one.
+The payload of an upload is `compressor.encode`.  The payload of a download is the raw leaves of the fields
+`Exchange.down`.  A method may replace both by codecs (`Exchange.letter` and `Exchange.reply`).  Both have exactly the
+bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for bit.
+A client commits a round only when the next download says that its upload was counted.  An upload that comes too late
+therefore changes nothing on either side.
 
-With a reducer of `commjax.core.robust` the server reduces the messages that it accepted, however many clients are absent.
+A message with numbers that are not finite or too large (`rounds.acceptable`) is refused.  A refused upload counts as
+absent.  If a server step gives params that are not finite, `close` raises a `DivergedError`, and the server state that
+was given to it is the last good one.  With a reducer of `commjax.core.robust` the server reduces the messages that it
+accepted, however many clients are absent.
 
-Privacy.  Everybody knows the contract's key, so a method that hides data behind noise (`Exchange.private`: LDP-FedP3) must not draw it
-from there.  A client draws a new secret key from the operating system for every answer and forgets it; nobody can compute the rows
-and the noise of a round, not even the client later.  It answers each of `Contract.rounds` rounds once, so that a server
-which asks again, or for more, learns nothing beyond `accounting.certify(noise, rate, rounds, delta)`; and it sends no loss, which is a nan.
-The limits: that count is in the client's `Memory`, and is of one run; the secret has 64 bits, and JAX's generator (threefry) and
+Privacy.  All parties know the contract's key, so a method that hides data behind noise (`Exchange.private`: LDP-FedP3)
+must not draw the noise from it.  For every answer a client draws a new secret key from the operating system and then
+forgets it.  Nobody can compute the rows and the noise of a round afterwards, not even the client.  A client answers
+each of `Contract.rounds` rounds once, so a server that asks again, or for more rounds, learns nothing beyond
+`accounting.certify(noise, rate, rounds, delta)`.  The client sends nan instead of its loss.  The limits: the count of
+rounds is in the client's `Memory` and is of one run; the secret has 64 bits; JAX's generator (threefry) and
 floating-point noise are good statistics, but no cryptography.
 """
 
@@ -53,40 +56,67 @@ from commjax.federation.contract import (
 from commjax.federation.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
 
 __all__ = [
-    "AbsentError", "Contract", "Memory", "Report", "answer", "close", "fingerprint", "first_memory", "halves", "letters", "members",
+    "AbsentError",
+    "Contract",
+    "Memory",
+    "Report",
+    "answer",
+    "close",
+    "fingerprint",
+    "first_memory",
+    "halves",
+    "letters",
+    "members",
     "start",
-]  # fmt: skip
+]
 
 
 _LAST_ROUND = 2**31 - 1  # `server.round` is an int32
 
 
 class AbsentError(RuntimeError):
-    """A client did not answer, and the method's theory has no place for that."""
+    """A client did not answer, and the method does not allow absent clients."""
 
 
 class Memory(NamedTuple):
-    """What a client keeps between two rounds: its row as it was counted last, and as it will be if its reply counts."""
+    """What a client keeps between two rounds.
+
+    Attributes:
+        row: the encoded client state after the last round that the server counted.
+        last: number of that round; -1 if there is none.
+        pending: the encoded client state after `pending_round`, valid if the server counts that upload.
+        pending_round: round of the last upload; -1 if none is pending.
+    """
 
     row: bytes
-    last: int  # the round of `row`; -1: none yet
+    last: int
     pending: bytes
     pending_round: int
 
 
 class Report(NamedTuple):
-    """One round as the server saw it.  The first three are `Metrics` of a simulation if nobody was absent."""
+    """One round as the server saw it.
 
-    loss: float  # mean over those who answered; nan of a private method
-    bits_up: float  # payload of one client, mean over all n
+    If no client was absent, the first three fields are the `Metrics` of a simulation.
+
+    Attributes:
+        loss: mean loss of the clients that answered; nan for a private method.
+        bits_up: bits of the payload that one client sent, as the mean over all n clients.
+        bits_down: bits of the payload that one client was sent, as the mean over all n clients.
+        header_bytes: bytes of all headers of downloads and uploads; they are not in the bits above.
+        absent: by id of an absent client, the reason.
+    """
+
+    loss: float
+    bits_up: float
     bits_down: float
-    header_bytes: int  # of all envelopes, both ways; not in the ledger
-    absent: dict[int, str]  # id -> why
+    header_bytes: int
+    absent: dict[int, str]
 
 
 @cache
 def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
-    """Three compiled functions: the client before and after it sends, and the server's step."""
+    """Three compiled functions: the client step before and after it sends, and the server step."""
 
     def client_side(send, keys, hparams, server, row, data):
         key_step, key_batch = (jax.random.fold_in(key, server.round) for key in keys[:2])
@@ -108,12 +138,12 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
         row, returned, loss = client_side(send, keys, hparams, server, row, data)
         if len(sent) != 1 or returned is not message:
             raise ValueError(f"client_step must return what one round.send gave it, it called it {len(sent)} times")
-        # What is sent as it is is known at once: no second program, and no other rounding.
+        # An uncompressed message needs no second program: the server decodes exactly x.
         return sent[0], loss, row if exchange.compressor is None else None
 
     @jax.jit
     def after(keys, hparams, server, row, data, value):
-        # The gradient is not computed again: nothing that is returned depends on it.
+        # The compiler removes the gradient: the result depends on `value` only.
         return client_side(lambda x: Message(value, jnp.zeros(())), keys, hparams, server, row, data)[0]
 
     @jax.jit
@@ -128,7 +158,17 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
 
 
 def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
-    """What the server sends in this round, by client; `counted`: the last round in which each was counted, -1 before."""
+    """Make the downloads of a round.
+
+    Args:
+        contract: of the run.
+        server: server state at the beginning of the round.
+        counted: by id, the last round in which an upload of this client was counted; clients without one may be
+            missing.
+
+    Returns:
+        The sealed download of each client that takes part, by id.
+    """
     exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
     asked = members(contract, round)
     if exchange.letter is None:
@@ -138,12 +178,12 @@ def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict
     for i, payload in zip(asked, payloads, strict=True):
         if 8 * len(payload) != price_down(exchange, server, i):
             price = price_down(exchange, server, i)
-            raise ValueError(f"the letter to client {i} has {8 * len(payload)} bits, but the ledger says {price:g}")
+            raise ValueError(f"the download to client {i} has {8 * len(payload)} bits, but the ledger says {price:g}")
     return {i: seal(Header("down", run, round, i, counted.get(i, -1)), one) for i, one in zip(asked, payloads)}
 
 
 def first_memory(contract: Contract, id: int) -> Memory:
-    """Before a client has spoken"""
+    """The memory of client `id` before its first round."""
     row = jax.tree.map(lambda leaf: leaf[0], start(contract, jnp.asarray([id])).clients)
     return Memory(wire.encode_tree(row), -1, b"", -1)
 
@@ -172,27 +212,38 @@ def _new_secret() -> Key:
 def answer(
     contract: Contract, id: int, data: PyTree, memory: Memory, letter: bytes, secret: Key | None = None
 ) -> tuple[Memory, bytes]:
-    """A client's part of a round; `data` is its own, without a client axis.  A `RefusedError` leaves everything as it was.
+    """Run the client's part of a round.
 
-    Of a private method, keep the memory before the reply leaves.  `secret`: for tests; by default one that nobody knows.
+    With a private method, store the new memory before the upload is sent.
+
+    Args:
+        contract: of the run.
+        id: the client's number.
+        data: the client's data, without a client axis.
+        memory: the client's memory after its last round, or `first_memory`.
+        letter: the sealed download.
+        secret: secret key of a private method, for tests; None draws one.
+
+    Returns:
+        The new memory, and the sealed upload.  RefusedError if the download is not valid; keep the old memory then.
     """
     exchange, run = halves(contract), fingerprint(contract)
     first = start(contract, jnp.asarray([id]))
     header, payload = unseal(letter, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
     if header.client != id:
-        raise RefusedError(f"foreign: a letter to client {header.client}, this is client {id}")
+        raise RefusedError(f"foreign: a download to client {header.client}, this is client {id}")
     if header.round > _LAST_ROUND:
         raise RefusedError(f"malformed: client {id} was asked for round {header.round}; allowed: 0 to {_LAST_ROUND}")
     if exchange.private:
         secret = _new_secret() if secret is None else secret
         if not max(memory.last, memory.pending_round) < header.round < (contract.rounds or 0):
             raise RefusedError(
-                f"client {id} answers each of {contract.rounds} rounds of a private method once, in order, not {header.round} "
-                f"after {max(memory.last, memory.pending_round)}"
+                f"client {id} answers each of {contract.rounds} rounds of a private method once, in order, not "
+                f"{header.round} after {max(memory.last, memory.pending_round)}"
             )
     elif secret is not None:
         raise ValueError("secret: this method is not private; allowed: None")
-    # What is not sent is None, so that a method cannot read it.
+    # Fields that are not sent are None, so that a method cannot read them.
     key = key_round(contract, header.round)
     try:
         if exchange.letter is None:
@@ -229,7 +280,7 @@ def answer(
 
 
 def _refuse_numbers(what: str, received: PyTree) -> None:
-    """RefusedError for numbers that are not finite or above `clients.largest` of their dtype"""
+    """RefusedError for numbers that are not finite or above `rounds.largest` of their dtype."""
     for leaf in map(np.asarray, jax.tree.leaves(received)):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
@@ -243,12 +294,12 @@ def _refuse_numbers(what: str, received: PyTree) -> None:
 
 
 def longest_reply(contract: Contract, server: Any, id: int) -> int:
-    """Bytes of the payload that a client sends in this round: an exact integer at any size.
+    """Number of bytes of the payload that a client sends in this round, as an exact integer.
 
     Args:
         contract: of the run.
-        server: at the beginning of the round; shapes and dtypes of what it sends are enough.
-        id: of the client.
+        server: server state at the beginning of the round; shapes and dtypes of the fields that it sends are enough.
+        id: the client's number.
 
     Returns:
         The number of bytes; for a compressor without `length`, an upper bound.
@@ -262,7 +313,7 @@ def longest_reply(contract: Contract, server: Any, id: int) -> int:
 
 
 def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> tuple[PyTree, float, int]:
-    """(value, loss, payload bytes) of a reply, or a ValueError"""
+    """The value, the loss and the number of payload bytes of an upload.  ValueError if it is not valid."""
     exchange, round = halves(contract), int(server.round)
     like, key = received_fields(exchange, server), key_round(contract, round)
     header, payload = unseal(reply, kind="up", run=run, limit=longest_reply(contract, server, id))
@@ -283,20 +334,21 @@ def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> t
 def close(
     contract: Contract, server: Any, replies: Mapping[int, bytes], reasons: Mapping[int, str] | None = None
 ) -> tuple[Any, Report]:
-    """The server's part: open every reply, average, step.  `reasons`: why the others sent nothing.
+    """Run the server's part of a round: open the uploads, reduce them, take the server step.
 
-    A reply that is refused counts as none, and so does one with numbers that are not finite or too large.  Where absence belongs to
-    the compressor's law (`m_nice`), 0 stands in for it, as for a client that was not drawn, and h = mean_i h_i still holds.  With a
-    robust reducer (`Exchange.reduce`) it is left out.  Elsewhere it is an `AbsentError`.
+    A client whose upload is refused counts as absent.  If the compressor allows absence (`m_nice`), its message is 0,
+    as for a client that was not drawn, and h = mean_i h_i still holds.  A robust reducer (`Exchange.reduce`) ignores
+    absent clients.  In all other cases an absent client raises an `AbsentError`.
 
     Args:
         contract: of the run.
-        server: at the beginning of the round.
-        replies: the sealed bytes of each client that answered, by id.
-        reasons: why the others sent nothing, by id.
+        server: server state at the beginning of the round.
+        replies: the sealed upload of each client that answered, by id.
+        reasons: by id, why the other clients sent nothing.
 
     Returns:
-        The next server, and a report.  `DivergedError` if its params are not finite; `server` is then the last good one.
+        The next server state, and a report.  `DivergedError` if its params are not finite; `server` is then the last
+        good one.
     """
     exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
     asked = members(contract, round)

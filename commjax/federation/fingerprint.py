@@ -1,6 +1,7 @@
-"""Are two functions on two machines the same?  A digest of their source and of everything they close over.
+"""A digest of a function's source and closure, to compare the functions of two machines.
 
-A program (`runner.program`) would say it exactly, but to trace a client's half one needs a client's data, and the server has none.
+The traced program (`runner.program`) would be exact.  But tracing the client step needs a client's data, which the
+server does not have.
 """
 
 import functools
@@ -20,9 +21,16 @@ _FOREIGN = ("jax", "jaxlib", "jaxtyping", "beartype", "functools", "contextlib")
 
 
 def digest(thing: Any) -> str:
-    """Hex digits of a function, or of a tuple of them: source, defaults and closures, and functions in these.
+    """Hash a function: its source, its defaults and its closure, with the functions inside these.
 
-    Module-level names that a function reads are not followed, nor are the insides of JAX.  All parties need one version of the sources.
+    Module-level names that a function reads are not followed, and neither is JAX.  All parties need the same version of
+    the sources.
+
+    Args:
+        thing: a function, a tuple of functions, or what a function may close over.
+
+    Returns:
+        Hex digits; the repr of a number or text.
 
     >>> def power(p): return lambda x: x**p
     >>> digest(power(2)) == digest(power(2)), digest(power(2)) == digest(power(3))
@@ -32,7 +40,7 @@ def digest(thing: Any) -> str:
 
 
 def _digest(thing: Any, known: dict[int, tuple[Any, str]]) -> str:
-    """`known` holds what was met, so that it is walked once, and a function that closes over itself ends"""
+    """`known` holds the objects seen so far: each is visited once, also if a function closes over itself."""
     if isinstance(thing, str | bytes | bool | int | float | complex | type(None)):
         return repr(thing)
     if isinstance(thing, np.ndarray | np.generic | jax.Array):
@@ -57,7 +65,7 @@ def _inside(thing: Any) -> list[Any]:
     if isinstance(thing, types.FunctionType) and _home(thing) not in _FOREIGN:
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _full(cell)]
         return [thing.__qualname__, _source(thing), thing.__defaults__, thing.__kwdefaults__, cells]
-    if callable(thing):  # JAX's own, jitted functions, classes
+    if callable(thing):  # functions of JAX, jitted functions, classes
         name = getattr(thing, "__qualname__", None) or _plain(thing)
         inner = getattr(thing, "__wrapped__", None)
         return [getattr(thing, "__module__", None), name] + ([] if inner is None else [inner])

@@ -1,11 +1,12 @@
-"""A real federation: any method that exchanges once a round as a Flower ServerApp and ClientApp (extra `flower`).
+"""Any method that communicates once a round as a Flower ServerApp and ClientApp (extra `flower`).
 
-    client_app(contract, data)          each SuperNode has `--node-config "partition-id=I"` and loads the data of client I only
-    server_app(contract, rounds=...)    one letter to every client that takes part, one reply each
+    client_app(contract, data)          a SuperNode with `--node-config "partition-id=I"` loads the data of client I
+    only server_app(contract, rounds=...)    in a round, one download to and one upload from every client that takes
+    part
 
-`contract(config)` and `data(config, id)` see the run's configuration (`[tool.flwr.app.config]`, `--run-config`).  Every message is one
-sealed record of bytes (`compressors.envelope`), the payload inside it exactly what the ledger counts (`commjax.federation.exchange`).  Flower
-carries it, and brings TLS and authentication; see BUILD.md.
+`contract(config)` and `data(config, id)` get the run's configuration (`[tool.flwr.app.config]`, `--run-config`).  Every
+message is one sealed record of bytes (`commjax.federation.envelope`) with the payload of `commjax.federation.exchange`.
+Flower transports it, with TLS and authentication (BUILD.md).
 """
 
 import importlib
@@ -23,10 +24,10 @@ from commjax.federation.envelope import Header, RefusedError, seal, unseal
 from commjax.federation.exchange import AbsentError, Contract, Memory, Report
 
 Config = Mapping[str, Any]
-ID = "partition-id"  # Flower's own name
+ID = "partition-id"  # the name that Flower uses
 _RECORD = "commjax"
-_REFUSED = 1000  # our error code in Flower's replies
-_PAUSE = 0.2  # seconds between two looks at the grid
+_REFUSED = 1000  # error code of commjax in messages of Flower
+_PAUSE = 0.2  # seconds between two polls of the grid
 
 
 def _flwr() -> SimpleNamespace:
@@ -40,7 +41,7 @@ def _flwr() -> SimpleNamespace:
 
 
 def _sealed(message: Any) -> bytes:
-    """The bytes of a message; none if it has another form, and no bytes are refused like any others"""
+    """The bytes of a message.  They are empty if it has another form; empty bytes are refused later."""
     data = message.content[_RECORD].get("message") if _RECORD in message.content else None
     return data if isinstance(data, bytes) else b""
 
@@ -57,7 +58,15 @@ def _own_id(context: Any, n: int) -> int:
 
 
 def client_app(contract: Callable[[Config], Contract], data: Callable[[Config, int], PyTree]) -> Any:
-    """The ClientApp; `data(config, id)` is one client's, without a client axis.  Its row lives in Flower's `context.state`."""
+    """Make the ClientApp.  The client's memory is stored in Flower's `context.state`.
+
+    Args:
+        contract: (config) -> Contract, the same as that of the server.
+        data: (config, id) -> data of this client, without a client axis.
+
+    Returns:
+        A `flwr.clientapp.ClientApp`.
+    """
     flwr = _flwr()
     app = flwr.ClientApp()
 
@@ -102,8 +111,17 @@ def server_app(
     timeout: Callable[[Config], float] = lambda config: 120.0,
     on_round: Callable[[Config, Any, Report], None] = lambda config, server, report: None,
 ) -> Any:
-    """The ServerApp.  `timeout`: seconds for all SuperNodes to come up, and for a round; `on_round(config, server, report)` sees
-    the server after each one."""
+    """Make the ServerApp.
+
+    Args:
+        contract: (config) -> Contract, the same as that of the clients.
+        rounds: (config) -> number of rounds.
+        timeout: (config) -> seconds to wait for all SuperNodes at the start, and for the uploads of a round.
+        on_round: (config, server, report) -> None, called after each round with the new server state.
+
+    Returns:
+        A `flwr.serverapp.ServerApp`.
+    """
     flwr = _flwr()
     app = flwr.ServerApp()
 
@@ -123,7 +141,21 @@ def server_app(
 def drive(
     flwr: Any, grid: Any, contract: Contract, rounds: int, timeout: float, seen: Callable[[Any, Report], None]
 ) -> Any:
-    """`rounds` rounds on Flower's grid; the last server.  Whoever was absent in a round is not waited for in the next."""
+    """Run rounds on Flower's grid.
+
+    A client that was absent in a round is asked in the next one, but the server does not wait for it.
+
+    Args:
+        flwr: the classes of Flower that are used (`Message`, `RecordDict`, `ConfigRecord`).
+        grid: Flower's grid.
+        contract: of the run.
+        rounds: number of rounds.
+        timeout: seconds to wait for all SuperNodes at the start, and for the uploads of a round.
+        seen: (server, report) -> None, called after each round.
+
+    Returns:
+        The last server state.
+    """
     nodes = _roll_call(flwr, grid, contract, timeout)
     server = exchange.start(contract, jnp.arange(contract.n)).server
     counted: dict[int, int] = {}
@@ -141,7 +173,7 @@ def drive(
 
 
 def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]:
-    """Client id -> node id, once all n are there."""
+    """Wait for all n clients; the node id of each client id."""
     n, run = contract.n, exchange.fingerprint(contract)
     until = time.monotonic() + timeout
     while len(online := sorted(grid.get_node_ids())) < n:
@@ -149,10 +181,10 @@ def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]
             raise AbsentError(f"{len(online)} of {n} SuperNodes are online after {timeout:g} s")
         time.sleep(_PAUSE)
     letter = seal(Header("hello", run, 0, 0), b"")
-    asked = {node: (node, letter) for node in online}  # one that has just died may still be among them
+    asked = {node: (node, letter) for node in online}  # a node that has just died may still be listed
 
     def opened(reply: bytes) -> int | str:
-        """The client that it is from, or why it is from none"""
+        """The id of the client that sent it, or the reason why it is refused."""
         try:
             id = unseal(reply, kind="hello", run=run, limit=0)[0].client
         except RefusedError as error:
@@ -185,17 +217,19 @@ def _ask(
     timeout: float,
     enough: Callable[[set[int], dict[int, bytes]], bool],
 ) -> tuple[dict[int, bytes], dict[int, str]]:
-    """letters: name -> (node, bytes).  Replies, and why there is none, by name, once `enough(names heard of, replies)`, or
-    time is over."""
+    """Send messages, and wait for the answers until `enough(names that answered, answers)` or the timeout.
+
+    `letters` is name -> (node, bytes).  Returns the answers by name, and the reasons for missing ones by name.
+    """
 
     def message(node: int, letter: bytes):
         content = flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": letter})})
-        return flwr.Message(content, node, kind, ttl=2 * timeout)  # we stop waiting before Flower does
+        return flwr.Message(content, node, kind, ttl=2 * timeout)  # longer than the timeout of this function
 
     pushed = grid.push_messages([message(*letter) for letter in letters.values()])
     names = {id: name for id, name in zip(pushed, letters) if id is not None}
     reasons = {name: f"no answer within {timeout:g} s" for name in names.values()}
-    reasons = {name: reasons.get(name, "the SuperLink did not take the letter") for name in letters}
+    reasons = {name: reasons.get(name, "the SuperLink did not take the message") for name in letters}
     replies: dict[int, bytes] = {}
     heard = set(letters) - set(names.values())
     until = time.monotonic() + timeout

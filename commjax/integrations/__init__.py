@@ -1,9 +1,9 @@
-"""Other libraries.
+"""Interfaces to other libraries.
 
 optax     EF-BV as an Optax gradient transformation
 flax      language models as Flax modules
-fedjax    data of FedJAX
-tfds      data of TensorFlow Datasets
+fedjax    data sets of FedJAX
+tfds      data sets of TensorFlow Datasets
 """
 
 from typing import TYPE_CHECKING

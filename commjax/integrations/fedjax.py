@@ -1,6 +1,6 @@
-"""FedJAX's federated data sets, SQLite files included, cohort by cohort.  Needs `commjax[fedjax]`.
+"""Federated data sets and SQLite files of FedJAX, read one cohort at a time.  Needs `commjax[fedjax]`.
 
-FedJAX 0.0.17 runs beside today's JAX as a data layer only: its own algorithms and compressors do not.
+With current versions of JAX only the data layer of FedJAX 0.0.17 works; its algorithms and compressors do not.
 """
 
 import os
@@ -11,7 +11,15 @@ from commjax.data.feed import Feed
 
 
 def clients(data: Any, rows: int | None = None) -> Feed:
-    """The clients of a `fedjax.FederatedData`, in its order and under its ids; its preprocessing is applied."""
+    """Make a feed of a `fedjax.FederatedData`, with its order, ids and preprocessing.
+
+    Args:
+        data: the `fedjax.FederatedData`.
+        rows: largest number of rows of a client; None is all.
+
+    Returns:
+        The feed.
+    """
     sizes = dict(data.client_sizes())
     ids = list(sizes)
 
@@ -22,7 +30,15 @@ def clients(data: Any, rows: int | None = None) -> Feed:
 
 
 def sqlite(path: str | os.PathLike, rows: int | None = None) -> Feed:
-    """The clients of a file that FedJAX wrote (`fedjax.SQLiteFederatedDataBuilder`); a cohort's are read when it is fetched."""
+    """Make a feed of a file of `fedjax.SQLiteFederatedDataBuilder`.  Rows are read when their cohort is fetched.
+
+    Args:
+        path: the file.
+        rows: largest number of rows of a client; None is all.
+
+    Returns:
+        The feed.
+    """
     try:
         from fedjax.core.sqlite_federated_data import SQLiteFederatedData
     except ImportError as error:

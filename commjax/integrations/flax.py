@@ -1,4 +1,4 @@
-"""A model as a Flax module: the same kernels, `init` and `apply`."""
+"""A language model as a Flax module, with `init` and `apply`."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,13 @@ from commjax.llm.config import Config
 
 
 class CausalLM(nn.Module):
-    """Llama or OPT: tokens [b, t] -> logits [b, t, vocab]; variables as `variables` makes them of a checkpoint.
+    """Llama or OPT as a Flax module: tokens [b, t] -> logits [b, t, vocab].
+
+    `variables` makes its variables from the params of a checkpoint.
+
+    Attributes:
+        config: configuration of the model.
+        dtype: dtype of the weights that `init` draws.
 
     >>> import jax
     >>> from commjax.llm import config
@@ -25,7 +31,7 @@ class CausalLM(nn.Module):
     """
 
     config: Config
-    dtype: DTypeLike = jnp.float32  # of the weights that `init` draws
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t vocab"]:
@@ -37,7 +43,7 @@ class CausalLM(nn.Module):
 
 
 def variables(params: Params) -> dict[str, PyTree]:
-    """What `CausalLM.apply` takes.
+    """Convert params to the variables that `CausalLM.apply` takes.
 
     >>> variables(Params({}, ({}, {})))
     {'params': {'outer': {}, 'block_0': {}, 'block_1': {}}}
@@ -46,7 +52,7 @@ def variables(params: Params) -> dict[str, PyTree]:
 
 
 def params(variables: Mapping[str, PyTree]) -> Params:
-    """The inverse of `variables`, for `export.save` after training.
+    """Convert variables to params, the inverse of `variables`, for `export.save` after training.
 
     >>> params({"params": {"outer": {}, "block_0": {}}})
     Params(outer={}, blocks=({},))

@@ -1,13 +1,15 @@
-"""EF-BV inside anybody's data-parallel training loop: the mean of the gradients, compressed, as an Optax transformation.
+"""The compressed mean of gradients by EF-BV as an Optax transformation, for any data-parallel training loop.
 
-Two forms of one update.  An `Aggregator` takes gradients with a leading client axis (`vmap`, sharded jit); a transformation takes
-the gradient of its own device under `pmap` or `shard_map` and stands where the loop had its `pmean`:
+The update has two forms.  An `Aggregator` takes gradients with a leading client axis (`vmap`, sharded jit).  A
+transformation takes the gradient of its own device under `pmap` or `shard_map`, and replaces the `pmean` of the loop:
 
-    tx = optax.chain(optax_face.ef_bv_mean(compressor, n, key, lam=1.0, nu=1.0, axis_name="clients"), optax.adam(1e-3))
+    from commjax.integrations import optax as cj_optax
+    mean = cj_optax.ef_bv_mean(compressor, n, key, lam=1.0, nu=1.0, axis_name="clients")
+    tx = optax.chain(mean, optax.adam(1e-3))
 
-The state has the two places of every state here (`base.State`), so `commjax.core.checkpoint` saves it, and `specs` and `axes` say how
-it lies on a mesh.  No key lives in it: resuming needs the state only.  The collective moves dense arrays, as `pmean` did; `bits`
-is what the messages weigh when they are encoded, and Optax's own state stays with the server.
+The state is a `base.State`, so `commjax.core.checkpoint` saves it, and `specs` and `axes` split it over devices.  It
+holds no key: a run resumes from the state alone.  The collective communicates dense arrays, as `pmean` does.  `bits`
+counts the bits of the encoded messages.
 """
 
 from typing import Any, NamedTuple, cast
@@ -27,26 +29,46 @@ from commjax.core import rounds, tree
 from commjax.core.base import Compressor, Key, Params, State
 
 AXIS = "clients"
-Transformation = Any  # an `optax.GradientTransformationExtraArgs`; its own types are narrower than what Optax takes
+# An `optax.GradientTransformationExtraArgs`, whose declared types are narrower than what Optax accepts.
+Transformation = Any
 
 
 class Server(NamedTuple):
-    """What every device knows."""
+    """Server state of `ef_bv`, the same on every device.
+
+    Attributes:
+        round: number of updates so far.
+        shift: h = mean_i h_i.
+        bits: bits of the last message, as the mean over clients.
+    """
 
     round: Int[Array, ""]
-    shift: Params  # h = mean_i h_i
-    bits: Shaped[Array, ""]  # of the last message, mean over clients
+    shift: Params
+    bits: Shaped[Array, ""]
 
 
 class Sent(NamedTuple):
-    """The state of `compressed_mean`."""
+    """State of `compressed_mean`.
+
+    Attributes:
+        round: number of updates so far.
+        bits: bits of the last message, as the mean over clients.
+    """
 
     round: Int[Array, ""]
     bits: Shaped[Array, ""]
 
 
 def top_share(share: float) -> Compressor:
-    """top-k with the largest `share` of every leaf, at least one entry: a leaf stays in the cache while its threshold is found.
+    """The top-k compressor of each leaf, which keeps the largest `share` of its entries and at least one.
+
+    Leaf by leaf is faster than top-k of the whole vector: a leaf fits into the cache while its threshold is computed.
+
+    Args:
+        share: fraction of the entries, 0 < share <= 1.
+
+    Returns:
+        The compressor.
 
     >>> top_share(0.5).compress(jax.random.key(0), jnp.array([1.0, -3.0])).value.tolist()
     [0.0, -3.0]
@@ -64,8 +86,19 @@ def ef_bv(
         d_i = C_i(grad_i - h_i)             h_i <- h_i + lam d_i
         g   = h + nu mean_i d_i             h   <- h + lam mean_i d_i
 
-    An `optax.experimental.aggregating.Aggregator`: `update` takes gradients with a leading axis of clients, all n of them or,
-    under an `axis_name`, those of this device.  With `optax.sgd(gamma)` after it, it is `algorithms.ef_bv` bit for bit.
+    With `optax.sgd(gamma)` after it, it equals `algorithms.ef_bv` bit for bit.
+
+    Args:
+        compressor: C.
+        n: number of clients.
+        key: key of the run.
+        lam: lam.
+        nu: nu.
+        axis_name: the device axis under `shard_map` or `pmap`; None if there is none.
+
+    Returns:
+        An `optax.experimental.aggregating.Aggregator`.  `update` takes gradients with a leading client axis: all n
+        clients, or those of this device under an `axis_name`.
 
     Thesis: Alg. EF-BV (Fig. 2.1).
     Holds if: what follows is a gradient step; with momentum or Adam after it the theorems do not speak.
@@ -101,7 +134,20 @@ def ef_bv(
 
 
 def compressed_mean(compressor: Compressor, n: int, key: Key, axis_name: str | None = None) -> Transformation:
-    """mean_i C_i(grad_i): a compressor as an `Aggregator`, without memory.  Holds if: C_i is unbiased.
+    """The mean of compressed gradients, without error feedback.
+
+        g = mean_i C_i(grad_i)
+
+    Args:
+        compressor: C.
+        n: number of clients.
+        key: key of the run.
+        axis_name: the device axis under `shard_map` or `pmap`; None if there is none.
+
+    Returns:
+        An `Aggregator` as that of `ef_bv`.
+
+    Holds if: C_i is unbiased.
 
     >>> from commjax.compressors import top_k
     >>> mean = compressed_mean(top_k(1), 2, jax.random.key(0))
@@ -128,9 +174,17 @@ def compressed_mean(compressor: Compressor, n: int, key: Key, axis_name: str | N
 
 
 def per_client(transformation: optax.GradientTransformation, n: int) -> Transformation:
-    """A transformation for each client, before the mean: `per_client(optax.ema(0.9), n)` is the momentum of EF21-SGDM.
+    """Apply a transformation to the gradient of each client, before the mean.
 
-    Stochastic gradients need it: where only 1 % is sent, an entry of h_i stays for about 100 steps, and so does its noise.
+    `per_client(optax.ema(0.9), n)` is the momentum of EF21-SGDM.  Stochastic gradients need it: if 1 % of the entries
+    are sent, an entry of h_i and its noise stay for about 100 steps.
+
+    Args:
+        transformation: the transformation.
+        n: number of clients.
+
+    Returns:
+        A transformation of gradients with a leading axis of n clients.
 
     >>> ema = per_client(optax.ema(0.5, debias=False), 2)
     >>> ema.update(jnp.array([[1.0], [3.0]]), ema.init(jnp.zeros(1)))[0].tolist()
@@ -150,16 +204,28 @@ def per_client(transformation: optax.GradientTransformation, n: int) -> Transfor
 
 
 def ef_bv_mean(compressor: Compressor, n: int, key: Key, *, lam: Any, nu: Any, axis_name: str = AXIS) -> Transformation:
-    """`ef_bv` under `pmap` or `shard_map`, one client a device: takes the device's own gradient, of the shape of the params.
+    """`ef_bv` under `pmap` or `shard_map` with one client per device.
 
-    `init` makes all n rows and is called outside; `specs(state)` and `axes(state)` split them.  Under `shard_map` take the gradient
-    at `clients.broadcast(params, axis_name)`: at replicated params JAX would sum it over the devices first (that is refused).
+    Call `init` outside of `pmap` or `shard_map`: it makes the rows of all n clients, and `specs(state)` or
+    `axes(state)` splits them.  Under `shard_map`, compute the gradient at `rounds.broadcast(params, axis_name)`.  At
+    replicated params JAX would sum it over the devices, and `update` refuses such a gradient.
+
+    Args:
+        compressor: C.
+        n: number of clients, which is the number of devices.
+        key: key of the run.
+        lam: lam of `ef_bv`.
+        nu: nu of `ef_bv`.
+        axis_name: the device axis.
+
+    Returns:
+        A transformation of the gradient of this device, which has the shape of the params.
     """
     mean = ef_bv(compressor, n, key, lam=lam, nu=nu, axis_name=axis_name)
 
     def update(grad, state, params=None, **extra):
         server, row = state
-        bare = row.id.ndim == 0  # pmap takes the client out of its axis, shard_map leaves it in an axis of one
+        bare = row.id.ndim == 0  # pmap removes the client axis, shard_map keeps it with length 1
         g, (server, rows) = mean.update(_rows(grad), State(server, _rows(row) if bare else row))
         return g, State(server, jax.tree.map(lambda leaf: leaf[0], rows) if bare else rows)
 
@@ -171,7 +237,7 @@ def _rows(row: PyTree) -> PyTree:
 
 
 def _over(one, local: int):
-    """`vmap`, or the function itself where there is one client: a model's selection then runs leaf by leaf without an axis."""
+    """`vmap`, or for one client the function itself: a selection then runs on leaves without a client axis."""
     if local > 1:
         return jax.vmap(one)
     return lambda *rows: _rows(one(*jax.tree.map(lambda leaf: leaf[0], rows)))
@@ -180,7 +246,10 @@ def _over(one, local: int):
 def _check(
     grads: PyTree, n: int, axis_name: str | None, *, like: PyTree | None = None, params: PyTree | None = None
 ) -> None:
-    """ValueError unless gradients have one row for each client of this device; `like` has their shapes, `params` those of a row"""
+    """ValueError unless gradients have one row for each client of this device.
+
+    `like` has the shapes of the gradients, `params` those of one row.
+    """
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     local = n // devices
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
@@ -193,27 +262,35 @@ def _check(
     if n % devices or shapes != wanted or rows - {local}:
         where = f"n = {n} clients" + ("" if axis_name is None else f" over {devices} devices")
         raise ValueError(
-            f"grads must have a leading axis of {local} clients ({where}), as jax.vmap(jax.grad(loss), (None, 0))(params, data) "
-            f"makes it; got leaves of shapes {shapes}, allowed: {wanted}"
+            f"grads must have a leading axis of {local} clients ({where}), as "
+            f"jax.vmap(jax.grad(loss), (None, 0))(params, data) makes it; "
+            f"got leaves of shapes {shapes}, allowed: {wanted}"
         )
     if axis_name is None:
         return
     checked = axis_name in _varies(jax.lax.axis_index(axis_name))
     if checked and not all(axis_name in _varies(leaf) for leaf in jax.tree.leaves(grads)):
         raise ValueError(
-            f"the gradient is the same on all devices of {axis_name!r}: under shard_map it was summed already.  Take it at "
-            "clients.broadcast(params, axis_name)"
+            f"the gradient is the same on all devices of {axis_name!r}: under shard_map it was summed already.  "
+            "Take it at rounds.broadcast(params, axis_name)"
         )
 
 
 def _varies(x: Array) -> frozenset:
-    """The device axes over which a value varies, as far as `shard_map` keeps track; the attribute has had two names."""
+    """The device axes over which a value varies under `shard_map`.  The attribute depends on the JAX version."""
     kind = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())
 
 
 def specs(state: PyTree, axis_name: str = AXIS) -> PyTree:
-    """PartitionSpecs of an Optax state with ours inside, for `shard_map` and `NamedSharding`: clients split, the rest replicated.
+    """PartitionSpecs of an Optax state that contains states of this module: clients split, the rest replicated.
+
+    Args:
+        state: the Optax state.
+        axis_name: the mesh axis of the clients.
+
+    Returns:
+        A prefix of the state, for `shard_map`.
 
     >>> from commjax.compressors import identity
     >>> specs(ef_bv(identity(), 2, jax.random.key(0), lam=1.0, nu=1.0).init(jnp.zeros(1)))
@@ -223,12 +300,12 @@ def specs(state: PyTree, axis_name: str = AXIS) -> PyTree:
 
 
 def shardings(state: PyTree, mesh: Mesh, axis_name: str = AXIS) -> PyTree:
-    """The same as `NamedSharding`s, for `jax.device_put(state, ...)` before a sharded jit."""
+    """`specs` as `NamedSharding`s, for `jax.device_put(state, ...)` before a sharded jit."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(state, axis_name))
 
 
 def axes(state: PyTree) -> PyTree:
-    """The same for `pmap`: in_axes and out_axes."""
+    """The `in_axes` and `out_axes` of an Optax state for `pmap`: clients split, the rest replicated."""
     return _placed(state, State(None, 0), None)
 
 
@@ -239,7 +316,14 @@ def _placed(state: PyTree, ours: State, others: Any) -> PyTree:
 
 
 def bits(state: PyTree) -> Array:
-    """What one client sent in the last step, read from anywhere inside an Optax state; all that it sent, if there are several means"""
+    """Bits that one client sent in the last step.
+
+    Args:
+        state: an Optax state that contains one or more states of this module, at any depth.
+
+    Returns:
+        The sum of their `bits`.  ValueError if there are none.
+    """
     found = optax.tree.get_all_with_path(state, "bits")
     if not found:
         raise ValueError("the Optax state holds no compressed mean: no `bits` in it")

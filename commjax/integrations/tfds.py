@@ -1,4 +1,4 @@
-"""TensorFlow Datasets as clients, without TensorFlow: `tfds.data_source` is a sequence of records.  Needs `commjax[data]`."""
+"""Data sets of TensorFlow Datasets as clients, without TensorFlow.  Needs `commjax[data]`."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,16 @@ from commjax.data.partition import Rows, by_group
 
 
 def source(name: str, split: str, data_dir: str | os.PathLike | None = None) -> Sequence[dict[str, Any]]:
-    """`tfds.data_source`: records by number, of a data set that is on disk in the array_record format, or is downloaded"""
+    """Open a data set with `tfds.data_source`.  It is downloaded if it is not on disk in the array_record format.
+
+    Args:
+        name: name of the data set.
+        split: name of the split.
+        data_dir: folder of the data sets; None is the default of TensorFlow Datasets.
+
+    Returns:
+        A sequence of records.
+    """
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -22,10 +31,19 @@ def source(name: str, split: str, data_dir: str | os.PathLike | None = None) -> 
 
 
 def clients(records: Sequence[dict[str, Any]], of: str | Rows, rows: int | None = None) -> Feed:
-    """Clients by a feature (`of="user"`: one pass over the records), or by record numbers (`of=partition.blocks(len(records), n)`).
+    """Make a feed of records, with clients by a feature or by record numbers.
 
-    The rows have the features that are numbers.  Texts, bytes and the feature `of` itself, which is the clients' ids, are left out:
-    turn them into numbers first if a model needs them.
+    The rows have the features that are numbers.  Texts, bytes and the feature `of` are left out: convert them to
+    numbers first if a model needs them.
+
+    Args:
+        records: sequence of records, such as that of `source`.
+        of: name of a feature whose values are the ids of the clients (one pass over the records), or the record numbers
+            of each client, such as `partition.blocks(len(records), n)`.
+        rows: largest number of rows of a client; None is all.
+
+    Returns:
+        The feed.
 
     >>> records = [{"user": "b", "x": 1}, {"user": "a", "x": 2}, {"user": "b", "x": 3}]
     >>> clients(records, "user").ids, clients(records, "user").fetch(np.array([1])).rows["x"].tolist()

@@ -123,7 +123,7 @@ def test_a_run_on_the_grid_is_a_run(capsys):
     assert capsys.readouterr().out.startswith("round 1: Report(loss=")
 
 
-@pytest.mark.parametrize("node,why", [(12, "no answer within 0.5 s"), (13, "the SuperLink did not take the letter")])
+@pytest.mark.parametrize("node,why", [(12, "no answer within 0.5 s"), (13, "the SuperLink did not take the message")])
 def test_a_dead_node_is_absent_where_that_has_a_law_and_an_error_elsewhere(node, why):
     def deaf(contract):
         grid = Grid(contract, IDS)
@@ -192,7 +192,7 @@ def test_a_client_refuses_with_a_reason_that_the_server_sees(monkeypatch):
         return seal(header._replace(client=header.client + 1) if header.kind == "down" else header, payload)
 
     monkeypatch.setattr("commjax.federation.exchange.seal", other_header)
-    with pytest.raises(AbsentError, match="client 0: refused: foreign: a letter to client 1, this is client 0"):
+    with pytest.raises(AbsentError, match="client 0: refused: foreign: a download to client 1, this is client 0"):
         run(top_k(3))
 
 

@@ -247,7 +247,7 @@ def test_letters_and_replies_of_others_are_refused():
     federation = Federation(contract, DATA)
     letters = exchange.letters(contract, federation.server, {})
     answer = lambda letter, by=contract: exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], letter)  # noqa: E731
-    with pytest.raises(RefusedError, match="foreign: a letter to client 1, this is client 0"):
+    with pytest.raises(RefusedError, match="foreign: a download to client 1, this is client 0"):
         answer(letters[1])
     for other in (contract._replace(run=1), contract._replace(key=jax.random.key(8)), quadratics(top_k(2))):
         with pytest.raises(RefusedError, match="foreign: a message of run"):
@@ -440,7 +440,7 @@ def test_a_method_whose_letters_have_another_price_than_its_ledger_says_is_refus
     halves = contract.algorithm.exchange
     dear = halves._replace(letter=halves.letter._replace(bits=lambda server, id: 641.0))
     contract = contract._replace(algorithm=contract.algorithm._replace(exchange=dear))
-    with pytest.raises(ValueError, match="the letter to client 0 has 640 bits, but the ledger says 641"):
+    with pytest.raises(ValueError, match="the download to client 0 has 640 bits, but the ledger says 641"):
         exchange.letters(contract, exchange.start(contract, jnp.arange(8)).server, {})
 
 

@@ -313,7 +313,7 @@ def test_a_gradient_that_shard_map_has_summed_already_is_refused():
     mapped = jax.shard_map(
         step, mesh=parallel.client_mesh(4), in_specs=(P(), specs, P(cj_optax.AXIS)), out_specs=(P(), specs)
     )
-    with pytest.raises(ValueError, match=r"summed already.  Take it at clients.broadcast\(params, axis_name\)"):
+    with pytest.raises(ValueError, match=r"summed already.  Take it at rounds.broadcast\(params, axis_name\)"):
         mapped(jnp.ones(4), state, jnp.ones((4, 4)))
 
 
