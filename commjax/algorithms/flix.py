@@ -82,6 +82,14 @@ def own(value: Any, id: Any) -> Array:
 def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
     """alpha x + (1 - alpha) x_i*, in the dtypes of x.
 
+    Args:
+        alpha: weight of the global model.
+        params: x.
+        optimum: x_i*, a pytree like x.
+
+    Returns:
+        A pytree like x.
+
     >>> mixture(0.25, jnp.full(2, 4.0), jnp.zeros(2)).tolist()
     [1.0, 1.0]
     """

@@ -254,10 +254,10 @@ def fedcr(
         r_i(. | y)  ~  prod over the client's rows (x, y) of N(mu_W(x), sigma_W(x)^2)
         W  <- mean_i W_i,      r(. | y)  ~  N(0, 1) prod_i r_i(. | y)      over the clients that have the class
 
-    The divergence approximates the difference between the clients' and the global conditional mutual information I(x; z
-    | y).  A step draws z once.  The upload is the body and two numbers for every class and feature (precision and
-    precision times mean).  The download is the body, and the mean and the deviation for every class and feature.  Heads
-    are never sent.
+    The divergence approximates the difference between the clients' and the global conditional mutual information
+    I(x; z | y).  A step draws z once.  The upload is the body and two numbers for every class and feature (precision
+    and precision times mean).  The download is the body, and the mean and the deviation for every class and feature.
+    Heads are never sent.
 
     Args:
         network: the network.

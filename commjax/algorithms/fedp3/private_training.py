@@ -112,7 +112,7 @@ def train(
 # --- the attack
 
 
-# Scales of the attacked runs: none is 1, so that a missing factor shows, and the canary is far above the clipping norm.
+# Scales of the attacked runs: none of them is 1, and the canary is far above the clipping norm.
 GAMMA, CLIP, FAR = 0.7, 0.5, 100.0
 
 

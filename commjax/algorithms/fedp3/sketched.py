@@ -202,7 +202,16 @@ def sketched(
 
 
 def server_step(hparams: Any, server: Server, params: Params) -> Server:
-    """w <- (1/n) sum_i S_i u_i, where `params` is this mean."""
+    """w <- (1/n) sum_i S_i u_i.
+
+    Args:
+        hparams: the hyperparameters; not used.
+        server: the server's state.
+        params: the mean of the messages, (1/n) sum_i S_i u_i.
+
+    Returns:
+        The server's state with the new w.
+    """
     return server._replace(params=params)
 
 

@@ -182,8 +182,8 @@ def client_mask(
 class LocalPruning(NamedTuple):
     """Q_i, the pruning inside a local step.
 
-    In every local step a ratio q is drawn from `levels` numbers, evenly spaced in [low, 1].  The pruned layers act as q
-    (.) W.
+    In every local step a ratio q is drawn from `levels` numbers, evenly spaced in [low, 1].  The pruned layers act as
+    q (.) W.
 
     Attributes:
         kind: "fixed" (no pruning), "uniform" or "ordered".

@@ -175,10 +175,28 @@ def train(value_and_grad, sample, keys, hparams, received, begin, last, client, 
 
 
 def coin(key: Key, p: Any, t: Any) -> Array:
-    """Whether iteration t ends with a communication: true with probability p."""
+    """Whether iteration t ends with a communication: true with probability p.
+
+    Args:
+        key: key of the coins for the whole run.
+        p: probability.
+        t: number of the iteration.
+
+    Returns:
+        A bool.
+    """
     return jax.random.bernoulli(jax.random.fold_in(key, t), p)
 
 
 def first_heads(key: Key, p: Any, start: Array) -> Array:
-    """The first iteration from `start` on that ends with a communication."""
+    """The first iteration from `start` on that ends with a communication.
+
+    Args:
+        key: key of the coins for the whole run.
+        p: probability of a communication.
+        start: number of the iteration with which the search begins.
+
+    Returns:
+        The number of the iteration, at most `start` + `MOST_STEPS`.
+    """
     return jax.lax.while_loop(lambda t: ~coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start)

@@ -100,7 +100,7 @@ def exchange(value_and_grad: ValueAndGrad, sample: Sample, personal: bool) -> Ex
         return client._replace(drift=closed.drift, shift=closed.shift, params=tree.add(client.params, server.move))
 
     def joined(key, hparams, server, ids, up):
-        # The weight is not sent, unlike in `upload`: the server knows alpha and gamma of every client.
+        # The weights of `upload` are computed again instead of sent: all parties know alpha and gamma.
         def weight(id):
             alpha = own(hparams.alpha, id) if personal else 1.0
             return alpha**2 / own(hparams.gamma, id)
