@@ -1,10 +1,11 @@
-"""One method a file or a folder.  Use the modules qualified: `ef_bv.ef_bv(...)`, `ef_bv.HParams`, `ef_bv.theoretical(...)`.
+"""One method per file or folder.  Use the modules qualified: `ef_bv.ef_bv(...)`, `ef_bv.HParams`,
+`ef_bv.theoretical(...)`.
 
 ef_bv                                   EF-BV, EF21, DIANA, gradient descent with compressed messages
 scafflix, flix                          Scafflix, i-Scaffnew, Scaffnew, FLIX
 fedp3                                   FedP3, LDP-FedP3 and the sketched algorithm
 fedcr                                   FedCR, for whole networks and for layers
-sppm_as, averaged_prox, local_gd        Cohort-Squeeze (SPPM-AS) and what it is compared with
+sppm_as, averaged_prox, local_gd        Cohort-Squeeze (SPPM-AS) and its baselines
 recommend                               settings of SPPM-AS for a loss and data
 fedavg, fedprox, scaffold, ditto        baselines
 """

@@ -1,4 +1,4 @@
-"""FedProx-SPPM-AS and FedAvg-SPPM-AS: means of the proxes of a cohort's clients."""
+"""FedProx-SPPM-AS and FedAvg-SPPM-AS: the mean of the proxes of a cohort's clients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,9 +17,14 @@ from commjax.theory import sppm as theory
 
 
 class HParams(NamedTuple):
-    """gamma: of the prox; alpha: prox parameter of one local round (FedAvg-SPPM-AS); rounds (K); tolerance of each client's prox;
+    """Hyperparameters of FedProx-SPPM-AS and FedAvg-SPPM-AS.
 
-    most: iterations of each client's solver.
+    Attributes:
+        gamma: parameter of the prox.
+        rounds: K, the number of local rounds.
+        tolerance: the solver of a client's prox stops where |grad| is at most this.
+        alpha: prox parameter of one local round; only FedAvg-SPPM-AS uses it.
+        most: largest number of iterations of a client's solver.
     """
 
     gamma: Any
@@ -30,7 +35,12 @@ class HParams(NamedTuple):
 
 
 def check_hparams(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma and alpha are positive, rounds and most are counts and tolerance >= 0."""
+    """Raise a ValueError unless gamma, alpha > 0, rounds and most are whole numbers >= 1, and tolerance >= 0.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("gamma", hparams.gamma)
     checks.positive("alpha", hparams.alpha)
@@ -40,9 +50,11 @@ def check_hparams(hparams: HParams, n: int) -> None:
 
 
 def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
-    """K times: x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center), where (step, center) = center_of(hparams, x_t, x_k).
+    """K times: x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center), where (step, center) = center_of(hparams, x_t,
+    x_k).
 
-    The residual and the code of a round are the largest of all members in all local rounds: one breakdown is reported.
+    The residual and the code of a round are the largest of all members in all local rounds, so that one breakdown is
+    reported.
     """
 
     def step(key, hparams, state, batch, *, axis_name=None):
@@ -89,9 +101,21 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
 def fedprox_sppm_as(
     loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
 ) -> Algorithm:
-    """FedProx-SPPM-AS: K times x <- mean_{i in S} prox_{gamma f_i}(x).  Each client's prox costs no communication.
+    """FedProx-SPPM-AS: repeated means of the clients' proxes.
 
-    Thesis: Alg. (L4814), Thm for K = 1 (L4842).  Differs: it does not approach prox_{gamma f_S} as K grows (P2).
+        K times:  x <- mean_{i in S} prox_{gamma f_i}(x)
+
+    A client's prox costs no communication.
+
+    Args:
+        loss: `loss(params, data)` returns the loss of one client, a scalar.
+        sampling: draws the cohort S.
+        inner: `inner(hparams)` returns the solver of a client's prox.
+
+    Returns:
+        The algorithm.
+
+    Thesis: Alg. 12, Thm D.2.1 for K = 1.  Differs: it does not approach prox_{gamma f_S} as K grows (P2).
     """
     return _averaged_prox(loss, sampling, inner, lambda hparams, anchor, x: (jnp.asarray(hparams.gamma, x.dtype), x))
 
@@ -99,9 +123,20 @@ def fedprox_sppm_as(
 def fedavg_sppm_as(
     loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
 ) -> Algorithm:
-    """FedAvg-SPPM-AS: K times x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k), ftilde_i = f_i + |. - x_t|^2 / (2 gamma).
+    """FedAvg-SPPM-AS: repeated means of proxes that are anchored at the start of the round.
 
-    Thesis: Alg. (L4832).  Differs: P2: the inner prox has two anchors, prox of f_i with parameter alpha gamma / (alpha + gamma) at
+        K times:  x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k),   ftilde_i = f_i + |. - x_t|^2 / (2 gamma)
+
+    Args:
+        loss: `loss(params, data)` returns the loss of one client, a scalar.
+        sampling: draws the cohort S.
+        inner: `inner(hparams)` returns the solver of a client's prox.
+
+    Returns:
+        The algorithm.
+
+    Thesis: Alg. 13.
+    Differs: P2: the inner prox has two anchors, prox of f_i with parameter alpha gamma / (alpha + gamma) at
     (alpha x_t + gamma x_k) / (alpha + gamma); the text drops the first, which makes it FedProx-SPPM-AS.
     """
 

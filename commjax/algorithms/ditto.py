@@ -1,4 +1,4 @@
-"""Ditto: FedAvg for the global model, and beside it a personal model of each client, pulled to the global one."""
+"""Ditto: FedAvg for the global model, and a personal model of each client that is pulled towards the global one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,14 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
-    """stepsize: of the global model's local steps; personal: of the personal model's; lam (lambda): weight of the pull."""
+    """Hyperparameters of Ditto.
+
+    Attributes:
+        stepsize: stepsize of the local steps of the global model.
+        personal: stepsize of the personal model.
+        lam: lambda, the weight of the pull towards the global model.
+        server: stepsize of the server along the mean update.
+    """
 
     stepsize: Any
     personal: Any
@@ -23,12 +30,24 @@ class HParams(NamedTuple):
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        model: v_i, the personal model, which the client deploys.
+    """
+
     id: Int[Array, "*n"]
-    model: PyTree  # v_i, what the client deploys
+    model: PyTree
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless both stepsizes are positive, lam >= 0 and the server's step is finite."""
+    """Raise a ValueError unless both stepsizes are positive, lam >= 0 and the server's stepsize is finite.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.positive("personal", hparams.personal)
@@ -45,14 +64,27 @@ def ditto(
     over: Callable = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
-    r"""Ditto (Li et al., 2021).  Costs two gradients a local step; the personal models never travel.
+    r"""Ditto (Li et al., 2021).
 
         v_i:  `steps` times:  v_i <- v_i - personal (grad f_i(v_i) + lambda (v_i - x))
         x:    FedAvg
 
-    `reduce`: a reducer of `commjax.core.robust` instead of FedAvg's mean.
+    Each local step costs two gradients.  The personal models are never sent.
 
-    Thesis: table of baselines (L3789).  Holds if: lambda = 0 is local training, lambda -> inf FedAvg's model.
+    Args:
+        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        reduce: a reducer of `commjax.core.robust` that replaces FedAvg's mean; None is the mean.
+
+    Returns:
+        The algorithm.  Its `init(params, ids, model=None)` takes the first v_i with one row per client; None is
+        `params`.
+
+    Thesis: baselines (Fig. B.3).  Holds if: lambda = 0 is local training, lambda -> inf FedAvg's model.
     """
     train = local.sgd(value_and_grad, sample, steps)
 

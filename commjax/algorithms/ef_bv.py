@@ -1,4 +1,4 @@
-"""EF-BV: error feedback for biased and variance reduction for unbiased compressors, in one method."""
+"""EF-BV: one method for biased compressors (error feedback) and for unbiased compressors (variance reduction)."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,13 @@ from commjax.theory import ef_bv as theory
 
 
 class HParams(NamedTuple):
-    """gamma: stepsize; lam (lambda): scaling of the control variates; nu: scaling of the gradient estimate."""
+    """Hyperparameters of EF-BV.
+
+    Attributes:
+        gamma: stepsize.
+        lam: scaling of the control variates, lambda in the thesis.
+        nu: scaling of the gradient estimate.
+    """
 
     gamma: Any
     lam: Any
@@ -24,7 +30,15 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0, lambda and nu are at least 0, all finite; larger ones than the theory's are allowed."""
+    """Raise a ValueError unless the hyperparameters are in their range.
+
+    gamma must be positive; lam and nu must be at least 0; all three must be finite.  Values above those of the theory
+    are allowed.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("gamma", hparams.gamma)
     checks.at_least_zero("lam", hparams.lam)
@@ -32,19 +46,37 @@ def check(hparams: HParams, n: int) -> None:
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: x, the model.
+        shift: h = mean_i h_i, the mean of the clients' control variates.
+    """
+
     round: Int[Array, ""]
-    params: Params  # x
-    shift: Params  # h = mean_i h_i
+    params: Params
+    shift: Params
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        shift: h_i, the client's control variate.
+    """
+
     id: Int[Array, "*n"]
-    shift: PyTree  # h_i
+    shift: PyTree
 
 
 @runtime_checkable
 class Smoothness(Protocol):
-    """What `commjax.problems` reports of a problem."""
+    """The smoothness constants of a problem, as `problems.constants.smoothness` makes them.
+
+    L is the constant of f, L_tilde the root mean square of the constants L_i of the f_i, and L_max the largest L_i.
+    """
 
     @property
     def L(self) -> float: ...
@@ -67,19 +99,31 @@ def ef_bv(
         g   = h + nu mean_i d_i             h   <- h + lam mean_i d_i
         x  <- prox_{gamma R}(x - gamma g)
 
-    `value_and_grad(params, data)` is one client's; it may be stochastic through its batch (see `runner.minibatches`).
-    `init(params, ids, shift=...)` takes one row of h_i^0 per client, by default zero; the first exchange of other rows is
-    not free (`bits_init` of a record).  `reduce`: a reducer of `commjax.core.robust` instead of mean_i d_i.  It voids the three theorems:
-    they need an unbiased mean, and h = mean_i h_i no longer holds.
+    Args:
+        value_and_grad: `value_and_grad(params, data)` takes the model and the data of one client.  It returns the loss
+            (a scalar) and the gradient (a pytree like `params`).  A stochastic gradient comes from a batch of the data
+            (see `runner.minibatches`).
+        compressor: C_i, which compresses the uploads.
+        regularizer: R; None is R = 0.
+        reduce: a reducer of `commjax.core.robust` that replaces mean_i d_i; None is the mean.  A reducer voids the
+            three theorems: they need an unbiased mean, and h = mean_i h_i no longer holds.
 
-    Thesis: Alg. EF-BV (Fig. 2.1); rates Thm 2.1 (PL), 2.2 (KL), 2.3 (nonconvex).
+    Returns:
+        The algorithm.  Its `init(params, ids, shift=None)` takes the start h_i^0 of the control variates, with one row
+        per client; None is zeros.  Rows other than zeros have to be sent before the first round, which costs bits
+        (`bits_init` of a record).
+
+    Thesis: Fig. 2.1 (algorithm); rates in Thm 2.4.1 (PL), Thm 2.4.2 (KL), Thm 2.5.1 (nonconvex).
     Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
     Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
-    Precision: with theory's small gamma a float32 run stalls where gamma g is below half an ulp of x, a gap near 1e-7; use
-    float64 (and `compressors.rounded` for float32 messages) where that matters.  In bfloat16 the rounded updates of h and of
-    the h_i drift apart, h is no longer their mean, and the method settles elsewhere: with bfloat16 params give h_i^0 in float32
-    (`shift=jax.tree.map(lambda p: jnp.zeros((n, *p.shape)), params)`; h, the h_i and g then stay in float32) and `compressors.rounded(compressor, jnp.bfloat16)`, whose
-    messages are bfloat16 on the wire.
+
+    Precision in float32: the theory's gamma is small.  A run stalls where gamma g is below half an ulp of x, at a gap
+    of about 1e-7.  Use float64 where that matters, and `compressors.rounded` for float32 messages.
+
+    Precision in bfloat16: the rounded updates of h and of the h_i differ, so that h is no longer the mean of the h_i
+    and the method converges to another point.  Pass h_i^0 in float32
+    (`shift=jax.tree.map(lambda p: jnp.zeros((n, *p.shape)), params)`); then h, the h_i and g stay in float32.  With
+    `compressors.rounded(compressor, jnp.bfloat16)` the messages are bfloat16 on the wire.
     """
     prox = (zero() if regularizer is None else regularizer).prox
 
@@ -122,7 +166,18 @@ def _check(smoothness: Smoothness, *names: str) -> None:
 
 
 def gd(value_and_grad, regularizer: Regularizer | None = None, *, reduce: Reducer | None = None) -> Algorithm:
-    """Proximal gradient descent: EF-BV without compression; `reduce` as there."""
+    """Proximal gradient descent: EF-BV without compression.
+
+        x <- prox_{gamma R}(x - gamma mean_i grad f_i(x))        at lam = nu = 1
+
+    Args:
+        value_and_grad: as in `ef_bv`.
+        regularizer: R; None is R = 0.
+        reduce: as in `ef_bv`.
+
+    Returns:
+        The algorithm.  `gradient_descent` makes its hyperparameters.
+    """
     return ef_bv(value_and_grad, identity(), regularizer, reduce=reduce)
 
 
@@ -134,11 +189,19 @@ def theoretical(
     lam: float | None = None,
     nu: float | None = None,
 ) -> HParams:
-    """lambda*, nu* (or those given) and the largest gamma that the theorem allows.
+    """lambda*, nu* and the largest gamma that the theorem allows.
 
-    regime: "pl" (R = 0, Polyak-Lojasiewicz), "kl" (any convex R) or "nonconvex".
+    Args:
+        constants: eta, omega and omega_ran of the compressor.
+        smoothness: L and L_tilde of the problem.
+        regime: "pl" (R = 0, Polyak-Lojasiewicz), "kl" (any convex R) or "nonconvex".
+        lam: replaces lambda*.
+        nu: replaces nu*; in (0, 1].
 
-    Thesis: Remark 1 (L1052).  Differs: E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
+    Returns:
+        The hyperparameters.
+
+    Thesis: Remark 2.4.3.  Differs: E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
     """
     _check(smoothness, "L", "L_tilde")
     lam = theory.best_scaling(constants.eta, constants.omega) if lam is None else lam
@@ -151,7 +214,18 @@ def theoretical(
 
 
 def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, use_omega_ran: bool = False) -> HParams:
-    """nu = lambda = lambda*; gamma with r_av = r as in the thesis's table, or with the finer r_av of omega_ran (E4f)."""
+    """Hyperparameters of EF21: nu = lambda = lambda*, and the largest gamma that the theorem allows.
+
+    Args:
+        constants: eta, omega and omega_ran of the compressor.
+        smoothness: L and L_tilde of the problem.
+        regime: as in `theoretical`.
+        use_omega_ran: whether r_av is computed from omega_ran (E4f), which allows a larger gamma.  By default r_av = r,
+            as in the thesis's table.
+
+    Returns:
+        The hyperparameters.
+    """
     if not use_omega_ran:
         constants = constants._replace(omega_ran=constants.omega)
     lam = theory.best_scaling(constants.eta, constants.omega)
@@ -159,8 +233,19 @@ def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, us
 
 
 def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly convex") -> HParams:
-    """nu = 1.  "strongly convex": lambda = 1/(1+omega), unbiased compressors, f_i convex, the larger gamma of Prop. DIANA
-    (L1097).  "pl", "kl", "nonconvex": lambda*, any compressor (App. B, L2911)."""
+    """Hyperparameters of DIANA: nu = 1.
+
+    Args:
+        constants: eta, omega and omega_ran of the compressor.
+        smoothness: L_max of the problem; L and L_tilde for the regimes of `theoretical`.
+        regime: "strongly convex" needs an unbiased compressor and convex f_i; it has lambda = 1/(1+omega) and the
+            larger gamma of Prop. 2.4.6.  "pl", "kl" and "nonconvex" allow any compressor and have lambda* (Thm A.2.1).
+
+    Returns:
+        The hyperparameters.
+
+    Thesis: Prop. 2.4.6, Thm A.2.1.
+    """
     if regime not in (regimes := ("strongly convex", *theory.REGIMES)):
         raise ValueError(f"diana: regime must be one of {regimes}, got {regime!r}")
     if regime != "strongly convex":
@@ -173,7 +258,17 @@ def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly 
 
 
 def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
-    """No control variates (lambda = 0): gradient descent on unbiased messages, which stops at a neighbourhood."""
+    """Hyperparameters of gradient descent on unbiased messages without control variates (lambda = 0).
+
+    The method converges only to a neighbourhood of the optimum.
+
+    Args:
+        constants: eta (which must be 0) and omega_ran of the compressor.
+        smoothness: L and L_max of the problem.
+
+    Returns:
+        The hyperparameters: lam = 0, nu = 1.
+    """
     if constants.eta != 0:
         raise ValueError(f"compressed_gd: needs an unbiased compressor, got eta = {constants.eta}")
     _check(smoothness, "L", "L_max")
@@ -181,6 +276,13 @@ def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
 
 
 def gradient_descent(smoothness: Smoothness) -> HParams:
-    """gamma = 1/L for `gd`."""
+    """Hyperparameters of `gd`: gamma = 1/L, lam = nu = 1.
+
+    Args:
+        smoothness: L of the problem.
+
+    Returns:
+        The hyperparameters.
+    """
     _check(smoothness, "L")
     return HParams(1 / smoothness.L, 1.0, 1.0)

@@ -13,25 +13,48 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
-    """stepsize: of the local steps; server: of the server's step along the mean update (1: the mean of the models)."""
+    """Hyperparameters of FedAvg.
+
+    Attributes:
+        stepsize: stepsize of the local steps.
+        server: stepsize of the server along the mean update; 1 is the mean of the models.
+    """
 
     stepsize: Any
     server: Any = 1.0
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless stepsize > 0 and the server's step is finite."""
+    """Raise a ValueError unless stepsize > 0 and the server's stepsize is finite.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.finite("server", hparams.server)
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: x, the model.
+    """
+
     round: Int[Array, ""]
-    params: Params  # x
+    params: Params
 
 
 class Client(NamedTuple):
+    """The clients, which keep no state.
+
+    Attributes:
+        id: number of the client.
+    """
+
     id: Int[Array, "*n"]
 
 
@@ -49,7 +72,17 @@ def fedavg(
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)
         x   <- x + server mean_i (x_i - x)
 
-    `reduce`: a reducer of `commjax.core.robust` instead of the mean.
+    Args:
+        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        reduce: a reducer of `commjax.core.robust` that replaces the mean; None is the mean.
+
+    Returns:
+        The algorithm.
 
     Thesis: baseline of Ch. 3 to 5.  Holds if: with different f_i it stops in a neighbourhood that grows with `steps`.
     Differs: f = mean_i f_i, so clients are not weighted by their numbers of rows.
@@ -69,10 +102,19 @@ def fedavg(
 
 
 def server_step(hparams: Any, server: Any, update: Params) -> Any:
-    """x <- x + server update"""
+    """x <- x + server update.
+
+    Args:
+        hparams: hyperparameters with `server`.
+        server: the server's state.
+        update: mean_i (x_i - x).
+
+    Returns:
+        The server's state with the new x.
+    """
     return server._replace(params=tree.add_scaled(server.params, hparams.server, update))
 
 
 def bits_down(server: Any) -> int:
-    """x, as it is"""
+    """Bits of a download: x, uncompressed."""
     return rounds.dense_bits(server.params)

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose local steps are pulled back to the server's model."""
+"""FedProx: FedAvg with local steps that are pulled towards the server's model."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,13 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
-    """stepsize: of the local steps; mu: weight of the pull; server: of the server's step along the mean update."""
+    """Hyperparameters of FedProx.
+
+    Attributes:
+        stepsize: stepsize of the local steps.
+        mu: weight of the proximal term.
+        server: stepsize of the server along the mean update.
+    """
 
     stepsize: Any
     mu: Any
@@ -22,7 +28,12 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless stepsize > 0, mu >= 0 and the server's step is finite."""
+    """Raise a ValueError unless stepsize > 0, mu >= 0 and the server's stepsize is finite.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.at_least_zero("mu", hparams.mu)
@@ -43,7 +54,17 @@ def fedprox(
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) + mu (x_i - x))
         x   <- x + server mean_i (x_i - x)
 
-    `reduce`: a reducer of `commjax.core.robust` instead of the mean.
+    Args:
+        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        reduce: a reducer of `commjax.core.robust` that replaces the mean; None is the mean.
+
+    Returns:
+        The algorithm.
 
     Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).  Holds if: mu = 0 is FedAvg.
     """

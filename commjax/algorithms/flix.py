@@ -17,14 +17,24 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
-    """gamma: stepsize; alpha: weight of the global model, one number or one a client (indexed by id)."""
+    """Hyperparameters of FLIX.
+
+    Attributes:
+        gamma: stepsize.
+        alpha: weight of the global model, one number or one per client (indexed by id).
+    """
 
     gamma: Any
     alpha: Any
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0 and alpha in [0, 1], one number or one a client."""
+    """Raise a ValueError unless gamma > 0 and alpha in [0, 1].
+
+    Args:
+        hparams: the hyperparameters; alpha is one number or one per client.  Traced values are skipped.
+        n: number of clients.
+    """
     checks.scalars(hparams._replace(alpha=0.0))
     checks.positive("gamma", hparams.gamma)
     checks.per_client("alpha", hparams.alpha, n)
@@ -32,23 +42,53 @@ def check(hparams: HParams, n: int) -> None:
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: x, the model.
+    """
+
     round: Int[Array, ""]
-    params: Params  # x
+    params: Params
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        optimum: x_i*, the minimiser of f_i.
+    """
+
     id: Int[Array, "*n"]
-    optimum: PyTree  # x_i*
+    optimum: PyTree
 
 
 def own(value: Any, id: Any) -> Array:
-    """A client's entry of a vector, or the number that all share"""
+    """A client's entry of a vector, or the number that all clients share.
+
+    Args:
+        value: one number or one per client, [n].
+        id: number of the client.
+
+    Returns:
+        A scalar.
+    """
     value = jnp.asarray(value)
     return value if value.ndim == 0 else value[id]
 
 
 def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
-    """alpha x + (1 - alpha) x_i*, in the dtypes of x
+    """alpha x + (1 - alpha) x_i*, in the dtypes of x.
+
+    Args:
+        alpha: weight of the global model.
+        params: x.
+        optimum: x_i*, a pytree like x.
+
+    Returns:
+        A pytree like x.
 
     >>> mixture(0.25, jnp.full(2, 4.0), jnp.zeros(2)).tolist()
     [1.0, 1.0]
@@ -57,7 +97,16 @@ def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
 
 
 def personalized(hparams: Any, state: State, at: Shaped[Array, "m"] | None = None) -> PyTree:
-    """What the clients deploy: one row of alpha_i x + (1 - alpha_i) x_i* each (of FLIX or Scafflix); `at`: of these rows only."""
+    """The models that the clients of FLIX or Scafflix deploy: alpha_i x + (1 - alpha_i) x_i*.
+
+    Args:
+        hparams: hyperparameters with `alpha`.
+        state: the state of FLIX or Scafflix.
+        at: numbers of the rows to compute, [m]; None is all n.
+
+    Returns:
+        A pytree like the params with a leading axis of clients.
+    """
     rows = state.clients if at is None else jax.tree.map(lambda leaf: leaf[at], state.clients)
     if rows.optimum is None:
         return tree.repeat(state.server.params, len(rows.id))
@@ -65,9 +114,18 @@ def personalized(hparams: Any, state: State, at: Shaped[Array, "m"] | None = Non
 
 
 def objective(value_and_grad: ValueAndGrad) -> Callable[..., tuple[Array, Params]]:
-    """(alpha, params, optimum, data) -> f_i(alpha x + (1 - alpha) x_i*) and its gradient in x, alpha times that of f_i.
+    """The FLIX objective of one client.
 
-    Thesis: (FLIX), L1236; alpha_i^2 L_i-smooth and alpha_i^2 mu_i-strongly convex (L3685).
+        f_i(alpha x + (1 - alpha) x_i*),   with the gradient alpha grad f_i(alpha x + (1 - alpha) x_i*) in x
+
+    Args:
+        value_and_grad: `value_and_grad(params, data)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+
+    Returns:
+        A function (alpha, params, optimum, data) -> (value, gradient in x).
+
+    Thesis: Sec. 3.1 (FLIX); alpha_i^2 L_i-smooth and alpha_i^2 mu_i-strongly convex (Sec. B.2).
     """
 
     def of(alpha, params, optimum, data):
@@ -90,10 +148,18 @@ def flix(
         g_i = alpha_i grad f_i(alpha_i x + (1 - alpha_i) x_i*)
         x  <- x - gamma mean_i g_i
 
-    `init(params, ids, optimum=...)` takes one row of x_i* per client (`local_optima`, `local_sgd`).  `cohort`: so many clients
-    a round, drawn at random.  `reduce`: a reducer of `commjax.core.robust` instead of mean_i g_i.
+    Args:
+        value_and_grad: as in `objective`.
+        sample: `sample(key, data)` returns the rows of one client's data for one gradient.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the client step over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        reduce: a reducer of `commjax.core.robust` that replaces mean_i g_i; None is the mean.
 
-    Thesis: FLIX (L1249).  Holds if: x_i* minimises f_i; gamma <= 1 / mean_i alpha_i^2 L_i.
+    Returns:
+        The algorithm.  Its `init(params, ids, optimum)` takes x_i* with one row per client (`local_optima`,
+        `local_sgd`).
+
+    Thesis: Sec. 3.1 (FLIX).  Holds if: x_i* minimises f_i; gamma <= 1 / mean_i alpha_i^2 L_i.
     """
     value_and_mixed_grad = objective(value_and_grad)
 
@@ -116,7 +182,16 @@ def flix(
 
 
 def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTree:
-    """One x_i* a client, of the structure of x"""
+    """The given x_i*; a ValueError unless there is one row per client, each of the structure of x.
+
+    Args:
+        params: x.
+        ids: numbers of the clients, [n].
+        optimum: x_i* with one row per client.
+
+    Returns:
+        `optimum`.
+    """
     if optimum is None:
         raise ValueError("init needs optimum=, one row of x_i* per client: see flix.local_optima and flix.local_sgd")
     wanted = jax.tree.map(lambda leaf: (len(ids), *jnp.shape(leaf)), params)
@@ -127,7 +202,7 @@ def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTre
 
 
 def checked_alpha(alpha: ArrayLike) -> np.ndarray:
-    """alpha in [0, 1], or a ValueError"""
+    """alpha in float64; a ValueError unless it is in [0, 1], one number or one per client."""
     alpha = np.asarray(alpha, np.float64)
     if alpha.ndim > 1 or not np.all((alpha >= 0) & (alpha <= 1)):
         raise ValueError(f"alpha={alpha}; allowed: one number in [0, 1], or one for each client")
@@ -137,7 +212,14 @@ def checked_alpha(alpha: ArrayLike) -> np.ndarray:
 def theoretical(L_i: Float[np.ndarray, "n"], alpha: ArrayLike) -> HParams:
     """gamma = 1 / mean_i alpha_i^2 L_i.
 
-    Thesis: L1253.  Differs: S6 (here, and only here, the constant has alpha_i^2).
+    Args:
+        L_i: smoothness constants of the f_i.
+        alpha: weight of the global model, one number or one per client.
+
+    Returns:
+        The hyperparameters.
+
+    Thesis: Sec. 3.1.  Differs: S6 (here, and only here, the constant has alpha_i^2).
 
     >>> theoretical(np.array([2.0, 4.0]), 0.5).gamma
     1.3333333333333333
@@ -152,12 +234,19 @@ def theoretical(L_i: Float[np.ndarray, "n"], alpha: ArrayLike) -> HParams:
 
 
 class LocalOptima(NamedTuple):
-    """What each client found by itself."""
+    """The local optima of all clients.
 
-    params: PyTree  # x_i*, one row a client
-    iterations: Int[Array, "n"]  # gradient evaluations of each client
+    Attributes:
+        params: x_i*, one row per client.
+        iterations: gradient steps of each client.
+        gradient_norm: |grad f_i(x_i*)|.
+        converged: whether |grad f_i| <= tolerance within the allowed number of iterations.
+    """
+
+    params: PyTree
+    iterations: Int[Array, "n"]
     gradient_norm: Float[Array, "n"]
-    converged: Bool[Array, "n"]  # |grad f_i| <= tolerance within max_iterations
+    converged: Bool[Array, "n"]
 
 
 def local_optima(
@@ -169,12 +258,24 @@ def local_optima(
     tolerance: float = 1e-6,
     max_iterations: int = 100_000,
 ) -> LocalOptima:
-    """x_i* = argmin f_i by gradient descent with stepsize 1/L_i to |grad f_i| <= tolerance, all clients in one program.
+    """x_i* = argmin f_i by gradient descent with stepsize 1/L_i, for all clients in one program.
 
-    A client that has arrived waits; `iterations` is its own count, and stops at `max_iterations` (then `converged` is False).
+    A client stops when |grad f_i| <= tolerance; its own number of iterations is reported.
 
-    Thesis: L1573 (tolerance 1e-6, GD).  Holds if: f_i is L_i-smooth; strongly convex for a linear rate.
-    Precision: in float32 |grad| stalls near 1e-7 times the scale of the data; ask for less, or use float64.
+    Args:
+        value_and_grad: as in `objective`.
+        params: where all clients start.
+        data: the data of all clients, leading axis n.
+        L_i: smoothness constants, one number or one per client.
+        tolerance: on |grad f_i|.
+        max_iterations: a client that needs more stops there, with `converged` False.
+
+    Returns:
+        The optima.
+
+    Thesis: Sec. 3.3.4 (tolerance 1e-6, GD).  Holds if: f_i is L_i-smooth; strongly convex for a linear rate.
+    Precision: in float32 |grad| stalls near 1e-7 times the scale of the data.  Choose a larger tolerance, or use
+    float64.
     """
     if not tolerance > 0 or max_iterations < 0:
         raise ValueError(f"tolerance={tolerance}, max_iterations={max_iterations}; allowed: > 0 and >= 0")
@@ -200,7 +301,15 @@ def local_optima(
 
 
 def epoch_steps(data: PyTree, epochs: float | int, batch: int) -> int:
-    """Steps of `batch` rows that make so many epochs of the largest client: the `steps` of `local_sgd`
+    """Number of steps of `batch` rows that make `epochs` epochs of the largest client: the `steps` of `local_sgd`.
+
+    Args:
+        data: the data of all clients, leading axes n and rows.
+        epochs: number of epochs.
+        batch: number of rows of a step.
+
+    Returns:
+        The number of steps, rounded up.
 
     >>> epoch_steps({"x": jnp.ones((3, 50, 2))}, epochs=2, batch=20)
     5
@@ -221,9 +330,22 @@ def local_sgd(
     sample: Sample,
     over: Callable = rounds.one_by_one,
 ) -> PyTree:
-    """x_i* of a network, nearly: `steps` steps of SGD by each client from the same start; one row a client.
+    """Approximate x_i* of a network: each client takes SGD steps from the same start.
 
-    `steps` of so many epochs: `epoch_steps`.  Thesis: L1496 (batch 100, SGD).
+    Args:
+        key: random key of the rows.
+        value_and_grad: as in `objective`.
+        params: where all clients start.
+        data: the data of all clients, leading axis n.
+        stepsize: stepsize of SGD.
+        steps: number of steps (`epoch_steps` for a number of epochs).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        over: maps the training over the clients.
+
+    Returns:
+        The models, with one row per client.
+
+    Thesis: Fig. 3.3 (batch 100, SGD).
     """
     return _sgd_of_all(value_and_grad, sample, steps, over)(key, stepsize, params, data)
 

@@ -1,4 +1,4 @@
-"""LocalGD on a sampled cohort: the rival of SPPM-AS."""
+"""LocalGD on a sampled cohort, a baseline of SPPM-AS."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,29 +19,50 @@ from commjax.sampling.samplings import Sampling
 
 
 class HParams(NamedTuple):
-    """stepsize: of local gradient steps; steps: how many (may be traced, so a grid is one program)."""
+    """Hyperparameters of LocalGD.
+
+    Attributes:
+        stepsize: stepsize of the local gradient steps.
+        steps: number of local steps.  It may be traced, so that a grid over it is one program.
+    """
 
     stepsize: Any
     steps: Any
 
 
 def check_hparams(hparams: HParams, n: int) -> None:
-    """ValueError unless stepsize > 0 and steps is a count."""
+    """Raise a ValueError unless stepsize > 0 and steps is a whole number >= 1.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.count("steps", hparams.steps)
 
 
 def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
-    """LocalGD (FedAvg) on a sampled cohort: each member takes `steps` gradient steps, the mean is the new x; steps = 1 is MB-GD.
+    """LocalGD (FedAvg) on a sampled cohort S; with steps = 1 it is MB-GD.
 
-    A round whose mean is not finite leaves x as it was, and its code is BROKE_DOWN.
+        x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)        for i in S
+        x   <- (1/|S|) sum_{i in S} x_i
 
-    Thesis: LocalGD, MB-GD and MB-LocalGD (L2258, L2304).  One round costs one aggregation.  Weights 1/|S| (P3).
+    A round costs one aggregation.  A round whose mean is not finite leaves x unchanged, and its code is `BROKE_DOWN`.
+
+    Args:
+        value_and_grad: `value_and_grad(params, data)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sampling: draws the cohort S.
+
+    Returns:
+        The algorithm.
+
+    Thesis: LocalGD, MB-GD and MB-LocalGD (Fig. 5.2, Fig. 5.4).  Weights 1/|S| (P3).
     """
 
     def trained(hparams, params, data):
-        """A member's model after its steps, as one vector; and its first loss"""
+        """A member's model after its steps, as one vector, and its first loss."""
         x, unravel = ravel_pytree(params)
 
         def one(number, x):
@@ -50,7 +71,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
 
     def advanced(hparams, server, mean):
-        """The next x, and how it was found: where the mean is not finite x stays as it was"""
+        """The next x, and the code of the round; x stays unchanged if the mean is not finite."""
         bad = refused(stepsize=hparams.stepsize, steps=hparams.steps) | ~jnp.all(jnp.isfinite(mean))
         before, restore = ravel_pytree(server.params)
         code = jnp.where(bad, BROKE_DOWN, CONVERGED)
@@ -81,7 +102,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         return np.unique(draw.ids[draw.mask])
 
     def joined(key, hparams, server, ids, models):
-        """In the slots of the draw, as in the simulation; a slot without a member has weight 0."""
+        """The models are put into the slots of the draw, as in the simulation; an empty slot has weight 0."""
         draw = sampling.sample(jax.random.fold_in(key, server.round))
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
@@ -91,35 +112,46 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
     def bits_down(server):
         return rounds.dense_bits(server.params)
 
-    exchange = Exchange(
-        client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined
-    )  # fmt: skip
+    exchange = Exchange(client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined)
     return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check_hparams))
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:
-    """The largest stepsizes that theory allows: of MB-GD (steps = 1) and MB-LocalGD.
+    """The largest stepsizes that theory allows for MB-GD (steps = 1) and MB-LocalGD.
 
         MB-GD:       1 / (2 L_AS),   L_AS = max_i E [sum_{j in S} L_j / (n p_j) | i in S]      (`Sampling.smoothness`)
         LocalGD:     min(1 / (2 L_AS), 1 / (4 L), 1 / (8 L (steps - 1))),   L = max_i L_i
 
-    L_AS is a constant of expected smoothness, E |grad f_S(x) - grad f_S(x*)|^2 <= 2 L_AS (f(x) - f(x*)): Gower et al. (2019),
-    Thm 3.1; nice sampling gives their n (tau - 1) / (tau (n - 1)) mean L_i + (n - tau) / (tau (n - 1)) max L_i.  The bounds with
-    local steps are those of Khaled, Mishchenko and Richtarik (2020) for clients with different data.
+    L_AS is a constant of expected smoothness, E |grad f_S(x) - grad f_S(x*)|^2 <= 2 L_AS (f(x) - f(x*)): Gower et al.
+    (2019), Thm 3.1.  For nice sampling it is their n (tau - 1) / (tau (n - 1)) mean L_i + (n - tau) / (tau (n - 1)) max
+    L_i.  The bounds with local steps are those of Khaled, Mishchenko and Richtarik (2020) for clients with different
+    data.
 
-    Thesis: the "optimal" rates of L2286 and L2294.
-    Holds if: f_i convex and L_i-smooth, f strongly convex for MB-GD; clients are averaged alike, which is unbiased if each has the
-    same share.  LocalGD's theorem has all clients in every round; that 1 / (2 L_AS) suffices with cohorts is a rule of thumb.
+    Args:
+        sampling: draws the cohort S.
+        L_i: smoothness constants of the f_i.
+        steps: number of local steps.
+
+    Returns:
+        The hyperparameters.
+
+    Thesis: the "optimal" rates of Sec. 5.4.2 and Sec. 5.4.4.
+    Holds if: f_i convex and L_i-smooth, f strongly convex for MB-GD; clients are averaged alike, which is unbiased if
+    each has the same share.  LocalGD's theorem has all clients in every round; that 1 / (2 L_AS) suffices with cohorts
+    is a rule of thumb.
 
     >>> from commjax.sampling import samplings
-    >>> theoretical(samplings.nice(2, 1), np.array([1.0, 2.0])), theoretical(samplings.full(2), np.array([1.0, 2.0]), steps=5)
+    >>> theoretical(samplings.nice(2, 1), np.array([1.0, 2.0])), theoretical(
+    ...     samplings.full(2), np.array([1.0, 2.0]), steps=5
+    ... )
     (HParams(stepsize=0.25, steps=1), HParams(stepsize=0.015625, steps=5))
     """
     check(steps=steps)
     if not np.allclose(sampling.shares, 1 / sampling.n):
         raise ValueError(
-            f"sampling={sampling.name} gives clients unequal shares of a mean over the cohort, from {sampling.shares.min():.3g} to "
-            f"{sampling.shares.max():.3g}; allowed: 1/n for each (clusters of equal size)"
+            f"sampling={sampling.name} gives clients unequal shares of a mean over the cohort, "
+            f"from {sampling.shares.min():.3g} to {sampling.shares.max():.3g}; "
+            "allowed: 1/n for each (clusters of equal size)"
         )
     stepsize = 1 / (2 * sampling.smoothness(L_i))
     if steps > 1:

@@ -1,4 +1,4 @@
-"""Which sampling, gamma, K and solver of SPPM-AS: recommended from the loss and the data."""
+"""Recommend a sampling, gamma, K and solver of SPPM-AS for a loss and data."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,28 +18,34 @@ from commjax.prox.solvers import adaptive, quasi_newton
 from commjax.prox.solvers.base import Oracle, Solver
 from commjax.sampling import samplings
 
-_MOST_DIMENSIONS = 1000  # the pilot keeps n d^2 numbers
+# Limit of d: the pilot stores n d^2 numbers.
+_MOST_DIMENSIONS = 1000
 
 
 class Advice(NamedTuple):
-    """A solver of the prox for `sppm_as`."""
+    """A solver of the prox for `sppm_as`.
+
+    Attributes:
+        name: name of the solver.
+        make: `make(hparams)` returns the solver.
+    """
 
     name: str
     make: Callable[[Any], Solver]
 
 
 def solver_for(convex: bool, count: str = "iterations") -> Advice:
-    """The solver's row of the practical table: CG or a quasi-Newton method if f_S is convex, Adam with a tuned rate for networks.
-
-    Thesis: L2192, L2300.
+    """The solver for the prox: CG or a quasi-Newton method if f_S is convex, Adam with a tuned rate for networks.
 
     Args:
         convex: whether every f_S is convex.
-        count: what a local round is, "iterations" as in the thesis or "evaluations" as in the ledger (P12).  CG takes the fewest
-            iterations (L2300), L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
+        count: what a local round is, "iterations" as in the thesis or "evaluations" as in the ledger (P12).  CG takes
+            the fewest iterations (Fig. 5.4), L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
 
     Returns:
         The solver's name and its constructor.
+
+    Thesis: Table 5.1, Fig. 5.4.
 
     >>> solver_for(True).name, solver_for(True, "evaluations").name, solver_for(False).name
     ('cg', 'lbfgs', 'adam')
@@ -54,21 +60,37 @@ def solver_for(convex: bool, count: str = "iterations") -> Advice:
 
 
 class Recommendation(NamedTuple):
-    """A setting of `sppm_as` and its predicted cost; `print` it."""
+    """A setting of `sppm_as` and its predicted cost; `print` shows it as text.
+
+    Attributes:
+        sampling: the sampling.
+        gamma: parameter of the prox.
+        K: iterations of the solver in a global round, `HParams.rounds` of `sppm_as`.
+        T: number of global rounds, mean over the pilot's seeds.
+        cost: predicted cost as in `sppm_as.cost`.
+        evaluations: predicted aggregations in all rounds together.
+        solver: `solver(hparams)` returns the solver, for `sppm_as`.
+        solver_name: name of the solver.
+        hubs: the hubs, for `sppm_as`.
+        accuracy: target for |x - x*|^2 / |x0 - x*|^2.
+        c1: cost of an aggregation inside the cohort.
+        c2: cost of an exchange between a hub and the server.
+        spent: number of aggregations over all clients that the pilot took.
+    """
 
     sampling: samplings.Sampling
     gamma: float
-    K: int  # iterations of the solver in a global round: `HParams.rounds`
-    T: float  # global rounds, mean over the pilot's seeds
-    cost: float  # predicted, as `sppm_as.cost` charges: c1 an aggregation in the cohort, c2 an exchange of a hub with the server
-    evaluations: float  # predicted aggregations, all rounds together
-    solver: Callable[[Any], Solver]  # for `sppm_as`
+    K: int
+    T: float
+    cost: float
+    evaluations: float
+    solver: Callable[[Any], Solver]
     solver_name: str
-    hubs: Hubs | None  # for `sppm_as`
+    hubs: Hubs | None
     accuracy: float
     c1: float
     c2: float
-    spent: int  # aggregations over all clients that the pilot took
+    spent: int
 
     def __str__(self) -> str:
         at = "no hubs" if self.hubs is None else f"{self.hubs.count} hub{'s' if self.hubs.count > 1 else ''}"
@@ -82,10 +104,20 @@ class Recommendation(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """Simulated runs on a quadratic model of the problem; every array is [setting, seed, round]."""
+    """Simulated runs on a quadratic model of the problem; every array is [setting, seed, round].
 
-    settings: list[tuple[samplings.Sampling, float, int]]  # sampling, gamma, K
-    fraction: Float[np.ndarray, "s k t"]  # of the first squared distance, at the start of a round
+    Attributes:
+        settings: sampling, gamma and K of each setting.
+        fraction: |x - x*|^2 / |x0 - x*|^2 at the start of a round.
+        local_rounds: aggregations inside the cohort.
+        hub_rounds: exchanges between hubs and server.
+        hubs: the hubs of the simulated runs.
+        spent: number of aggregations over all clients that the pilot took.
+        solver: the solver of the simulated runs.
+    """
+
+    settings: list[tuple[samplings.Sampling, float, int]]
+    fraction: Float[np.ndarray, "s k t"]
     local_rounds: Float[np.ndarray, "s k t"]
     hub_rounds: Float[np.ndarray, "s k t"]
     hubs: Hubs | None
@@ -116,7 +148,8 @@ class Pilot(NamedTuple):
         if not (rounds >= 0).all(axis=1).any():
             best = self.fraction.min(axis=2).max(axis=1).min()
             raise ValueError(
-                f"accuracy={accuracy}; allowed: at least {best:.3g}, which the pilot reached in {self.fraction.shape[2]} rounds"
+                f"accuracy={accuracy}; allowed: at least {best:.3g}, "
+                f"which the pilot reached in {self.fraction.shape[2]} rounds"
             )
         before = np.arange(self.fraction.shape[2]) < rounds[:, :, None]
         evaluations = (self.local_rounds * before).sum(axis=2).mean(axis=1)
@@ -125,13 +158,24 @@ class Pilot(NamedTuple):
         at = int(cost.argmin())
         sampling, gamma, K = self.settings[at]
         return Recommendation(
-            sampling, gamma, K, float(rounds[at].mean()), float(cost[at]), float(evaluations[at]), self.solver.make,
-            self.solver.name, self.hubs, accuracy, c1, c2, self.spent,
-        )  # fmt: skip
+            sampling,
+            gamma,
+            K,
+            float(rounds[at].mean()),
+            float(cost[at]),
+            float(evaluations[at]),
+            self.solver.make,
+            self.solver.name,
+            self.hubs,
+            accuracy,
+            c1,
+            c2,
+            self.spent,
+        )
 
 
 def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
-    """(x0, x, unravel, aggregations): L-BFGS on the mean of all losses"""
+    """(x0, x, unravel, aggregations), where x comes from L-BFGS on the mean of all losses."""
     flat, unravel = ravel_pytree(params)
 
     def mean(x):
@@ -145,7 +189,7 @@ def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
 
 
 def _quadratic(z, model):
-    """g z + z' H z / 2, a client's loss around the rough optimum"""
+    """g z + z' H z / 2, a client's loss around the rough optimum."""
     return jnp.vdot(model["g"], z) + jnp.vdot(z, model["H"] @ z) / 2
 
 
@@ -162,26 +206,30 @@ def pilot(
     rounds: int = 30,
     seeds: int = 3,
 ) -> Pilot:
-    """Simulate SPPM-AS on a quadratic model of the problem, with several samplings, stepsizes and numbers of local rounds.
+    """Simulate SPPM-AS on a quadratic model of the problem, with several samplings, stepsizes and numbers of local
+    rounds.
 
-    The clients answer `iterations` steps of L-BFGS (about as many aggregations, `spent`), and each sends its gradient and Hessian at the
-    point that was reached.  All else is simulated without them: the same `sppm_as` with the same ledger on
-    f_i(x + z) ~ g_i z + z' H_i z / 2.  Samplings have one client per cluster: stratified, nice, and block where every cluster has as
-    many members.  Gammas are 1 to 4096 times 1 / L, L being the largest eigenvalue of the mean Hessian.
+    The clients take part in `iterations` steps of L-BFGS, about as many aggregations (`spent`).  Each client then sends
+    its gradient and Hessian at the last point.  All else is simulated without the clients: the same `sppm_as`, with the
+    same accounting, on f_i(x + z) ~ g_i z + z' H_i z / 2.  Samplings have one client per cluster: stratified, nice, and
+    block if every cluster has as many members as there are clusters.  The gammas are 1 to 4096 times 1 / L, where L is
+    the largest eigenvalue of the mean Hessian.
 
-    Holds if: convex; the losses are near to quadratic between `params` and the optimum.  Otherwise the prediction is rough.
+    Holds if: convex; the losses are near to quadratic between `params` and the optimum.  Otherwise the prediction is
+    rough.
 
     Args:
         key: random key of the simulated cohorts.
-        loss: `loss(params, data of one client)`, a number.
+        loss: `loss(params, data)` returns the loss of one client, a scalar.
         params: where the run will start.
-        data: of all clients, leading axis n.
-        clusters: ids of similar clients, for example `clustering.by_features`; a cohort has as many clients as there are clusters.
-        hubs: topology of the run that is planned.
-        iterations: of L-BFGS on the mean of all losses.
+        data: the data of all clients, leading axis n.
+        clusters: ids of similar clients, for example `clustering.by_features`.  A cohort has as many clients as there
+            are clusters.
+        hubs: hubs of the planned run.
+        iterations: number of iterations of L-BFGS on the mean of all losses.
         local_rounds: candidates for K.
-        rounds: global rounds that are simulated.
-        seeds: simulated runs of every setting.
+        rounds: number of simulated global rounds.
+        seeds: number of simulated runs of every setting.
 
     Returns:
         The simulated runs; `.recommend(accuracy, c1, c2)` chooses among them.
@@ -237,22 +285,22 @@ def recommend(
 ) -> Recommendation:
     """The cheapest setting of SPPM-AS for |x - x*|^2 <= accuracy |x0 - x*|^2, from the loss and the data alone.
 
-    Thesis: table L2192.
-
     Args:
         key: random key of the simulated cohorts.
-        loss: `loss(params, data of one client)`, a number.
+        loss: `loss(params, data)` returns the loss of one client, a scalar.
         params: where the run will start.
-        data: of all clients, leading axis n.
+        data: the data of all clients, leading axis n.
         clusters: ids of similar clients; a cohort has as many clients as there are clusters.
-        accuracy: fraction of the first squared distance, between 0 and 1.
+        accuracy: target for |x - x*|^2 / |x0 - x*|^2, between 0 and 1.
         c1: cost of an aggregation inside the cohort.
         c2: cost of an exchange between a hub and the server.
-        hubs: topology; None with c2 > 0 puts all clients under one hub, as the thesis does.
-        how: see `pilot`, which also states what the clients are asked for.
+        hubs: hubs of the planned run; None with c2 > 0 puts all clients under one hub, as the thesis does.
+        **how: other arguments of `pilot`, which also states what the clients have to compute.
 
     Returns:
         The setting, its predicted cost, and a text (`print`).
+
+    Thesis: Table 5.1.
     """
     if hubs is None and c2 > 0:
         hubs = Hubs.make(np.zeros(jax.tree.leaves(data)[0].shape[0], int))

@@ -13,28 +13,53 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
-    """stepsize: of the local steps; server: of the server's step along the mean update."""
+    """Hyperparameters of Scaffold.
+
+    Attributes:
+        stepsize: stepsize of the local steps.
+        server: stepsize of the server along the mean update.
+    """
 
     stepsize: Any
     server: Any = 1.0
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless stepsize > 0 and the server's step is finite."""
+    """Raise a ValueError unless stepsize > 0 and the server's stepsize is finite.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.finite("server", hparams.server)
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: x, the model.
+        shift: c = mean_i c_i.
+    """
+
     round: Int[Array, ""]
-    params: Params  # x
-    shift: Params  # c = mean_i c_i
+    params: Params
+    shift: Params
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        shift: c_i, the control variate.
+    """
+
     id: Int[Array, "*n"]
-    shift: PyTree  # c_i
+    shift: PyTree
 
 
 def scaffold(
@@ -46,13 +71,25 @@ def scaffold(
     over: Callable = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
-    r"""Scaffold (option II of Karimireddy et al., 2020).  Model and control variate travel both ways: twice FedAvg's bits.
+    r"""Scaffold (option II of Karimireddy et al., 2020).
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize (grad f_i(x_i) - c_i + c)
         c_i' = c_i - c + (x - x_i) / (steps stepsize)
         x   <- x + server mean_{i in S} (x_i - x)      c <- c + (|S|/n) mean_{i in S} (c_i' - c_i)
 
-    `reduce`: a reducer of `commjax.core.robust` instead of the means; c = mean_i c_i then no longer holds.
+    The model and the control variate are sent in both directions: twice FedAvg's bits.
+
+    Args:
+        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        cohort: |S|, the number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        reduce: a reducer of `commjax.core.robust` that replaces the means; c = mean_i c_i then no longer holds.
+
+    Returns:
+        The algorithm.  Its `init(params, ids, shift=None)` takes the first c_i with one row per client; None is zeros.
 
     Holds if: c = mean_i c_i at the start (zeros by default), which the steps keep, cohorts included.
     """
@@ -82,6 +119,13 @@ def scaffold(
         return rounds.dense_bits((server.params, server.shift))
 
     return rounds.federated(
-        init, client_step, server_step, bits_down, cohort, over, down=("params", "shift"), reduce=reduce,
+        init,
+        client_step,
+        server_step,
+        bits_down,
+        cohort,
+        over,
+        down=("params", "shift"),
+        reduce=reduce,
         spec=Spec(HParams, Server, Client, check),
-    )  # fmt: skip
+    )

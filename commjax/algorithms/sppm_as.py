@@ -1,4 +1,7 @@
-"""SPPM-AS: the stochastic proximal point method with arbitrary sampling; several communication rounds inside one cohort."""
+"""SPPM-AS: the stochastic proximal point method with arbitrary sampling.
+
+A cohort of clients has several communication rounds before the next cohort is drawn.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,9 +21,13 @@ from commjax.sampling.samplings import Draw, Sampling
 
 
 class HParams(NamedTuple):
-    """gamma: parameter of the prox; rounds (K): iterations of the inner solver at most; tolerance: on |grad| of its objective;
+    """Hyperparameters of SPPM-AS.
 
-    rate: of a solver that has one.
+    Attributes:
+        gamma: parameter of the prox.
+        rounds: K, the largest number of iterations of the inner solver.
+        tolerance: the solver stops where |grad| of the prox objective is at most this.
+        rate: learning rate of the solver, if it has one.
     """
 
     gamma: Any
@@ -30,7 +37,12 @@ class HParams(NamedTuple):
 
 
 def check_hparams(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0, rounds is a count, tolerance >= 0 and rate is finite."""
+    """Raise a ValueError unless gamma > 0, rounds is a whole number >= 1, tolerance >= 0 and rate is finite.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("gamma", hparams.gamma)
     checks.count("rounds", hparams.rounds)
@@ -39,31 +51,66 @@ def check_hparams(hparams: HParams, n: int) -> None:
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: x, the model.
+    """
+
     round: Int[Array, ""]
-    params: Params  # x
+    params: Params
 
 
 class Client(NamedTuple):
-    id: Int[Array, "*n"]  # clients keep no state
+    """The clients, which keep no state.
+
+    Attributes:
+        id: number of the client.
+    """
+
+    id: Int[Array, "*n"]
 
 
 class Metrics(NamedTuple):
-    loss: Shaped[Array, "..."]  # f_S(x) of the cohort's weighted objective at the round's start, unbiased for f(x)
-    bits_up: Shaped[Array, "..."]  # sent by one client in all local rounds, mean over clients
+    """What one round reports.
+
+    Attributes:
+        loss: f_S(x), the cohort's weighted objective at the start of the round; unbiased for f(x).
+        bits_up: bits that one client sent in all local rounds, mean over clients.
+        bits_down: bits that one client received in all local rounds, mean over clients.
+        local_rounds: aggregations inside the cohort, for gradients and for trial values.
+        iterations: iterations of the solver, which the thesis counts as K.
+        residual: |grad| of the prox objective where the solver stopped.
+        code: `CONVERGED`, `OUT_OF_BUDGET` or `BROKE_DOWN` of `commjax.prox.solvers.base`.
+        bits_hubs: bits that all hubs of the cohort together sent to the server; 0 without hubs.
+        bits_hubs_down: bits that the server sent to all hubs of the cohort together.
+        hub_rounds: exchanges between hubs and server: 1 if one hub has the whole cohort, `local_rounds` if several hubs
+            share it, 0 without hubs.
+    """
+
+    loss: Shaped[Array, "..."]
+    bits_up: Shaped[Array, "..."]
     bits_down: Shaped[Array, "..."]
-    local_rounds: Shaped[Array, "..."]  # aggregations inside the cohort: gradients and trial values
-    iterations: Shaped[Array, "..."]  # of the solver, which the thesis counts as K
-    residual: Shaped[Array, "..."]  # |grad| of the prox objective where the solver stopped
-    code: Shaped[Array, "..."]  # solvers.CONVERGED, OUT_OF_BUDGET or BROKE_DOWN
-    bits_hubs: Shaped[Array, "..."]  # sent by all hubs of the cohort together to the server; 0 without hubs
-    bits_hubs_down: Shaped[Array, "..."]  # sent to them by the server
-    hub_rounds: Shaped[
-        Array, "..."
-    ]  # exchanges between hubs and server: 1 if one hub has the cohort, else local_rounds
+    local_rounds: Shaped[Array, "..."]
+    iterations: Shaped[Array, "..."]
+    residual: Shaped[Array, "..."]
+    code: Shaped[Array, "..."]
+    bits_hubs: Shaped[Array, "..."]
+    bits_hubs_down: Shaped[Array, "..."]
+    hub_rounds: Shaped[Array, "..."]
 
 
 def init(params: Params, ids: Int[Array, "n"]) -> State:
-    """x, and who there is: clients keep no state."""
+    """The state before the first round.
+
+    Args:
+        params: x, the model.
+        ids: numbers of the clients, [n].
+
+    Returns:
+        The state.
+    """
     return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
 
 
@@ -81,15 +128,27 @@ def sppm_as(
         S ~ sampling,   f_S = sum_{i in S} f_i / (n p_i)
         x <- prox_{gamma f_S}(x) = argmin_z f_S(z) + |z - x|^2 / (2 gamma),   by K iterations of the solver
 
-    `solver(hparams)` makes the inner solver, e.g. `lambda h: quasi_newton.bfgs()`, `lambda h: adaptive.adam(h.rate)` or
-    `lambda h: solvers.gradient_descent(L + 1 / h.gamma)`.  `loss(params, data)` is one client's.  With `hubs` every
-    aggregation has two levels and the hubs' bits are counted apart: a hub that has the whole cohort solves the prox by itself and
-    tells the server the result, hubs that share a cohort exchange with the server at every evaluation.  `vectors` that a client sends in one aggregation beside
-    the value: 1 + (d + 1) / 2 for `aicn` (the Hessian), `prox.federated.vectors_per_round` of solvers whose clients work by themselves.
-    `received`: vectors that it is sent, x and what its local steps read besides, `prox.federated.vectors_down`.  `pool` changes the speed only: `pool(data, shares)` is one client's data whose loss is sum_i shares_i f_i, e.g. `stacked.pool`.
+    Args:
+        loss: `loss(params, data)` returns the loss of one client, a scalar.
+        sampling: draws the cohort S.
+        solver: `solver(hparams)` returns the inner solver, e.g. `lambda h: quasi_newton.bfgs()`,
+            `lambda h: adaptive.adam(h.rate)` or `lambda h: solvers.gradient_descent(L + 1 / h.gamma)`.
+        hubs: hubs between the clients and the server; None is no hubs.  With hubs every aggregation has two levels, and
+            the hubs' bits are counted separately.  A hub that has the whole cohort solves the prox by itself and sends
+            the result to the server.  Hubs that share a cohort exchange with the server at every evaluation.
+        vectors: number of vectors that a client sends in one aggregation, besides the value.  It is 1 + (d + 1) / 2 for
+            `aicn`, which sends the Hessian, and `federated.vectors_per_round` for solvers with local steps.
+        received: number of vectors that a client receives in one aggregation: x, and what its local steps need besides
+            x (`federated.vectors_down`).
+        pool: `pool(data, shares)` merges the data of several clients into one client's data whose loss is
+            sum_i shares_i f_i, e.g. `stacked.pool(size)`.  It changes the speed only.
 
-    Thesis: Alg. SPPM-AS (L2073), Thm (L2085).
-    Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in the metrics.
+    Returns:
+        The algorithm; its `init` is the function `init` of this module.
+
+    Thesis: Alg. 8, Sec. 5.3.2 (convergence theorem).
+    Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in
+    the metrics.
     Differs: P1 (1/(2 gamma)), P3 (weights 1/(n p_i)), P12 (evaluations are counted, not only iterations).
     """
 
@@ -102,7 +161,7 @@ def sppm_as(
         oracle = cohort.prox_oracle(
             loss, unravel, members, center, hparams.gamma, axis_name, 1 if hubs is None else hubs.count, pool
         )
-        # At the centre the prox term is 0; it is the solver's first evaluation, computed once.
+        # The prox term is 0 at the centre.  The solver's first evaluation is there too, so it is computed once.
         start = oracle.value_and_grad(center)[0]
         result = solver(hparams)(oracle, center, hparams.rounds, hparams.tolerance)
         bad = refused(gamma=hparams.gamma, rounds=hparams.rounds, tolerance=hparams.tolerance)
@@ -118,7 +177,8 @@ def sppm_as(
 def _metrics(
     start: Array, result: Result, draw: Draw, n: int, params: Params, vectors: float, received: float, hubs: Hubs | None
 ) -> Metrics:
-    """Every evaluation sends `received` vectors down and `vectors` with one value up."""
+    """The metrics of a round; in every evaluation a client receives `received` vectors and sends `vectors` and one
+    value."""
     price = cohort.price(draw, n, params)
     sent = vectors * price + cohort.price(draw, n, start)
     evaluations = result.evaluations.astype(price.dtype)
@@ -141,11 +201,22 @@ def _metrics(
 
 
 def cost(metrics: Metrics, c1: float, c2: float) -> Array:
-    """Of each round, from what was counted: c1 an aggregation inside the cohort, c2 an exchange between hubs and server.
+    """The cost of each round, from the counted aggregations and exchanges.
 
-    Under one hub that is the thesis's c1 K + c2, over several (c1 + c2) K, and c1 K without hubs, with evaluations for K.
+        cost = c1 local_rounds + c2 hub_rounds
 
-    Thesis: L2343.
+    This is the thesis's c1 K + c2 under one hub, (c1 + c2) K under several hubs and c1 K without hubs, where K is the
+    number of evaluations.
+
+    Args:
+        metrics: the metrics of a round, or of many.
+        c1: cost of an aggregation inside the cohort.
+        c2: cost of an exchange between the hubs and the server.
+
+    Returns:
+        The costs, of the shape of the metrics.
+
+    Thesis: Sec. 5.4.5.
     Differs: P11, P12.
     """
     inside, outside = (rounds.astype(metrics.bits_up.dtype) for rounds in (metrics.local_rounds, metrics.hub_rounds))
@@ -155,7 +226,21 @@ def cost(metrics: Metrics, c1: float, c2: float) -> Array:
 def flat_metrics(
     loss: Array, price: Array, rounds: Any, iterations: Any, residual: Array | None = None, code: Any = 0
 ) -> Metrics:
-    """Of a method that averages models over a flat cohort: one vector a local round each way."""
+    """Metrics of a method that averages models over a cohort without hubs.
+
+    A local round sends one vector down and one vector up.
+
+    Args:
+        loss: loss at the start of the round.
+        price: bits of one model, mean over all clients (0 for a client outside the cohort).
+        rounds: number of local rounds.
+        iterations: number of iterations.
+        residual: |grad| at the end; None is 0.
+        code: code of the solver.
+
+    Returns:
+        The metrics.
+    """
     rounds, iterations = jnp.asarray(rounds, jnp.int32), jnp.asarray(iterations, jnp.int32)
     spent = price * rounds.astype(price.dtype)
     return Metrics(
@@ -172,25 +257,44 @@ def flat_metrics(
     )
 
 
-_LEAST = {"gamma": "positive and finite", "alpha": "positive and finite", "stepsize": "positive and finite", "rounds": "K >= 1 local rounds, whole", "steps": "at least 1, whole", "tolerance": "at least 0"}  # fmt: skip
+_LEAST = {
+    "gamma": "positive and finite",
+    "alpha": "positive and finite",
+    "stepsize": "positive and finite",
+    "rounds": "K >= 1 local rounds, whole",
+    "steps": "at least 1, whole",
+    "tolerance": "at least 0",
+}
 
 
 def _allowed(name: str, value: Any) -> Any:
-    """For NumPy and JAX alike"""
+    """Whether a value is allowed, for NumPy and JAX arrays alike."""
     if name == "tolerance":
         return value >= 0
     return (value >= 1) & (value % 1 == 0) if name in ("rounds", "steps") else (value > 0) & (value < np.inf)
 
 
 def check(**values: Any) -> None:
-    """Numbers and arrays that are known when the step is traced are looked at; of the others `refused` tells."""
+    """Raise a ValueError for a value that is not allowed.
+
+    Args:
+        **values: numbers or arrays by the name of the hyperparameter.  Traced values are skipped: see `refused`.
+    """
     for name, value in values.items():
         if not isinstance(value, Tracer) and not np.all(_allowed(name, np.asarray(value))):
             raise ValueError(f"{name}={value}; allowed: {_LEAST[name]}")
 
 
 def refused(**values: Any) -> Array:
-    """Whether stepsizes are not positive and finite, or counts not whole or below 1; traced values are allowed."""
+    """Whether a value is not allowed, for traced values too.
+
+    Args:
+        **values: numbers or arrays by the name of the hyperparameter, as for `check`.
+
+    Returns:
+        True where a stepsize is not positive and finite, a count is not a whole number >= 1, or a tolerance is
+        negative.
+    """
     bad = jnp.zeros((), bool)
     for name, value in values.items():
         bad = bad | ~_allowed(name, jnp.asarray(value).astype(float))
@@ -198,6 +302,15 @@ def refused(**values: Any) -> Array:
 
 
 def hparams(gamma: float, rounds: int, tolerance: float = 0.0) -> HParams:
-    """HParams that were looked at: gamma > 0, K >= 1, tolerance >= 0."""
+    """Hyperparameters that were validated: gamma > 0, K >= 1, tolerance >= 0.
+
+    Args:
+        gamma: parameter of the prox.
+        rounds: K, the largest number of iterations of the inner solver.
+        tolerance: the solver stops where |grad| of the prox objective is at most this.
+
+    Returns:
+        The hyperparameters.
+    """
     check(gamma=gamma, rounds=rounds, tolerance=tolerance)
     return HParams(gamma, rounds, tolerance)

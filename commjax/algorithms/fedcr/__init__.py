@@ -1,4 +1,4 @@
-"""FedCR: clients that share a body and keep their heads, with distributions of features for each class.
+"""FedCR: clients share a body and keep their heads; they also share distributions of the features of each class.
 
 method    `fedcr` for whole bodies
 layers    `fedcr_layers`: each client trains some of the layers of the body

@@ -1,4 +1,5 @@
-"""FedCR on layers: each client trains some of the layers of the shared body, and sends only those (the thesis's FedCR-OPU3)."""
+"""FedCR on layers: each client trains some layers of the shared body and uploads only those (the thesis's
+FedCR-OPU3)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,9 +23,17 @@ __all__ = ["Client", "HParams", "fedcr_layers", "ledger"]
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        head: the client's head.
+        row: the client's row of the plan.
+    """
+
     id: Int[Array, "*n"]
     head: PyTree
-    row: Int[Array, "*n"]  # of the plan
+    row: Int[Array, "*n"]
 
 
 def fedcr_layers(
@@ -37,13 +46,29 @@ def fedcr_layers(
     cohort: int | None = None,
     over: Callable = jax.vmap,
 ) -> Algorithm:
-    r"""FedP3's layers with FedCR's objective: client i has a head of its own, is sent W^l for l in L_i and P_i (.) W^l for the others,
-    takes FedCR's steps on its head and on the layers of L_i, and sends those of the body; the server takes the mean over the holders
-    of a layer.  Class distributions go up and down as in `fedcr`.
+    r"""FedP3's layers with FedCR's objective.
 
-    `plan`: of all params {"body", "head"}, the head being the final layer.  `init(params, ids, rows=None)`; `rows` as `fedp3`'s.
+        down:           W^l for l in L_i,  P_i (.) W^l for the others
+        `steps` times:  FedCR's step on the client's own head and on the layers of L_i
+        up:             the layers of L_i, without the head
+        W^l <- the mean over the clients that train layer l
 
-    Thesis: right of Fig. L1810.
+    The class distributions are sent up and down as in `fedcr`.
+
+    Args:
+        network: the network.
+        plan: the layers L_i and the keep ratio of each client, for params {"body", "head"}.  The final layer is the
+            head.
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        pruning: P_i; None is `submodels.magnitude()`.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+
+    Returns:
+        The algorithm.  Its `init(params, ids, rows=None)` takes `rows` as that of `fedp3` does.
+
+    Thesis: Fig. 4.2 (right).
     Holds if: all layers are trained: FedCR.
     Differs: the thesis says nothing of how the two are joined; this is `fedcr` where gradients outside L_i are dropped.
     """
@@ -80,7 +105,7 @@ def fedcr_layers(
             start, moves = {**sent, "head": client.head}, layers.by_leaf(plan.layers, server.params, mine)
             model, losses = method.train(network, sample, steps, key_own, hparams, received.classes, start, data, moves)
             experts = method.experts_of(network, model, data)
-            # What is outside L_i has weight 0 in the mean.
+            # The mean gives the layers outside L_i the weight 0, so that they need not be removed here.
             return client._replace(head=model["head"]), tree.sub(model, received.params), experts, losses[0]
 
         present = here.take(state.clients)
@@ -101,8 +126,19 @@ def fedcr_layers(
 
 
 def ledger(plan: Plan, server: Server, pruning: Pruning | None = None) -> dict[str, Float[np.ndarray, "n"]]:
-    """Bits up and down of every client in a round in which it takes part: its layers of the body, or the body pruned, and the
-    class distributions; heads never travel."""
+    """Bits of every client in a round in which it takes part.
+
+    A client uploads its layers of the body and downloads the pruned body.  Both directions have the class
+    distributions; heads are never sent.
+
+    Args:
+        plan: as in `fedcr_layers`.
+        server: the server's state.
+        pruning: as in `fedcr_layers`.
+
+    Returns:
+        {"up": bits up [n], "down": bits down [n]}.
+    """
     up, down = fedp3_wire.prices(plan, pruning or submodels.magnitude(), server.params, local_head=True)
     classes = rounds.dense_bits(server.classes)
     return {"up": up - rounds.dense_bits(server.params["head"]) + classes, "down": down + classes}

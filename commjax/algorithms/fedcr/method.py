@@ -1,4 +1,7 @@
-"""FedCR: a shared stochastic feature extractor, heads of one's own, and features that are pulled to what all clients know of a class."""
+"""FedCR: a shared stochastic feature extractor and a head of each client.
+
+The features of a client are pulled towards the distribution of their class over all clients.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,12 +16,20 @@ from commjax.core import checks, local, rounds, tree
 from commjax.core.base import Algorithm, Codec, Key, Params, Spec, State
 from commjax.core.local import Sample
 
-LEAST = 1e-8  # of a standard deviation under a logarithm
+# Lower limit of a standard deviation inside a logarithm.
+LEAST = 1e-8
 
 
 class HParams(NamedTuple):
-    """stepsize: of the local steps; beta: weight of the divergence; mix: of the new global distributions beside the old (1: new only);
-    clip: the greatest norm of a local step's gradient, longer ones are shortened to it (infinity: none is)."""
+    """Hyperparameters of FedCR.
+
+    Attributes:
+        stepsize: stepsize of the local steps.
+        beta: weight of the divergence.
+        mix: weight of the new global distributions against the old ones; 1 uses the new ones only.
+        clip: largest norm of the gradient of a local step; a longer gradient is scaled down to it.  Infinity: no
+            clipping.
+    """
 
     stepsize: Any
     beta: Any
@@ -27,7 +38,12 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless stepsize > 0, beta >= 0, mix in [0, 1] and clip > 0 (infinity: no clipping)."""
+    """Raise a ValueError unless stepsize > 0, beta >= 0, mix in [0, 1] and clip > 0 (infinity: no clipping).
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("stepsize", hparams.stepsize)
     checks.at_least_zero("beta", hparams.beta)
@@ -36,25 +52,52 @@ def check(hparams: HParams, n: int) -> None:
 
 
 class Normal(NamedTuple):
-    """Independent normal variables; `scale` is the standard deviation."""
+    """Independent normal variables.
+
+    Attributes:
+        mean: the means.
+        scale: the standard deviations.
+    """
 
     mean: Float[Array, "*rows z"]
     scale: Float[Array, "*rows z"]
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: {"body": the shared body, "head": the head with which every client starts}.
+        classes: r(z | y), the distribution of the features of each class over all clients, [classes, z].
+    """
+
     round: Int[Array, ""]
-    params: Params  # {"body": shared, "head": the start of every client's}
-    classes: Normal  # [classes, z]: r(z | y), what the clients together know of a class
+    params: Params
+    classes: Normal
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        head: the client's head.
+    """
+
     id: Int[Array, "*n"]
     head: PyTree
 
 
 class Network(NamedTuple):
-    """`body(params, inputs) -> Normal` [b, z], `head(params, features) -> scores` [b, classes]; `z` features."""
+    """A network for FedCR.
+
+    Attributes:
+        body: `body(params, inputs)` returns the distribution of the features, a `Normal` [b, z].
+        head: `head(params, features)` returns the scores, [b, classes].
+        classes: number of classes.
+        z: number of features.
+    """
 
     body: Callable[[Params, Any], Normal]
     head: Callable[[Params, Array], Array]
@@ -63,7 +106,15 @@ class Network(NamedTuple):
 
 
 def gaussian(outputs: Float[Array, "b zz"]) -> Normal:
-    """The first half of a network's outputs as means, softplus of the others as standard deviations."""
+    """A normal distribution from the outputs of a network.
+
+    Args:
+        outputs: the means in the first half of the last axis; in the second half numbers whose softplus are the
+            standard deviations.
+
+    Returns:
+        The distribution.
+    """
     mean, raw = jnp.split(outputs, 2, axis=-1)
     return Normal(mean, jax.nn.softplus(raw))
 
@@ -79,14 +130,14 @@ def divergence(q: Normal, p: Normal) -> Float[Array, "*rows"]:
 
 
 class _Experts(NamedTuple):
-    """A product of normal densities is normal: precisions add up, and so do precisions times means."""
+    """A product of normal densities, which is normal: precisions add up, and so do precisions times means."""
 
     precision: Float[Array, "classes z"]
     weighted: Float[Array, "classes z"]
 
 
 def _experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: int) -> _Experts:
-    """Of each class, the product over the client's rows of it"""
+    """For each class the product over the client's rows of that class."""
     belongs = (targets[None] == jnp.arange(classes, dtype=targets.dtype)[:, None]) & real[None]
     precision = 1 / features.scale**2
     chosen = belongs.astype(precision.dtype)
@@ -94,13 +145,21 @@ def _experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: i
 
 
 def _product(experts: _Experts) -> Normal:
-    """With a standard normal as one more expert"""
+    """The product of the experts and one more, a standard normal."""
     precision = 1 + experts.precision
     return Normal(experts.weighted / precision, 1 / jnp.sqrt(precision))
 
 
 def blank(network: Network, params: Params) -> Server:
-    """The first round: nothing is known of any class."""
+    """The server before the first round: every class has the standard normal distribution.
+
+    Args:
+        network: the network.
+        params: {"body", "head"}.
+
+    Returns:
+        The server's state.
+    """
     if set(params) != {"body", "head"}:
         raise ValueError(f"params has {sorted(params)}; allowed: 'body' and 'head'")
     dtype, shape = jax.tree.leaves(params)[0].dtype, (network.classes, network.z)
@@ -108,7 +167,22 @@ def blank(network: Network, params: Params) -> Server:
 
 
 def train(network: Network, sample: Sample, steps: int, key, hparams, classes: Normal, start: Params, data, moves=None):
-    """The model after `steps` local steps, and the losses; `moves`: whether a leaf is trained, None: all are."""
+    """The local steps of one client.
+
+    Args:
+        network: the network.
+        sample: `sample(key, data)` returns the rows for one step.
+        steps: number of local steps.
+        key: the client's key of the round.
+        hparams: the hyperparameters.
+        classes: r(z | y), [classes, z].
+        start: {"body", "head"} with which the client starts.
+        data: the client's data, as `data.stacked.Examples` without the client axis.
+        moves: a tree like `start` that says whether each leaf is trained; None is all of them.
+
+    Returns:
+        The model after the steps, and the loss at each step.
+    """
 
     def loss(model, key, rows):
         features = network.body(model["body"], rows.inputs)
@@ -131,12 +205,30 @@ def train(network: Network, sample: Sample, steps: int, key, hparams, classes: N
 
 
 def experts_of(network: Network, model: Params, data: Any) -> _Experts:
-    """What a client knows of each class."""
+    """What a client knows about each class: the product of the feature distributions of its rows.
+
+    Args:
+        network: the network.
+        model: {"body", "head"} of the client.
+        data: the client's data, as `data.stacked.Examples` without the client axis.
+
+    Returns:
+        The precisions and the precisions times means, [classes, z] each.
+    """
     return _experts(network.body(model["body"], data.inputs), data.targets, data.weights > 0, network.classes)
 
 
 def known(hparams: Any, old: Normal, experts: _Experts) -> Normal:
-    """What all clients together know of each class, `experts` being the sum over them; a class that nobody has stays as it was."""
+    """The new r(z | y).  A class of which no client has a row keeps its distribution.
+
+    Args:
+        hparams: hyperparameters with `mix`.
+        old: r(z | y) before the round.
+        experts: the sum of `experts_of` over the clients.
+
+    Returns:
+        The new distributions, [classes, z].
+    """
     new, mix, held = _product(experts), hparams.mix, experts.precision > 0
 
     def mixed(old, new):
@@ -153,23 +245,37 @@ def fedcr(
     cohort: int | None = None,
     over: Callable = jax.vmap,
 ) -> Algorithm:
-    r"""FedCR (Zhang et al., ICML 2023).  Features are drawn, z ~ N(mu_W(x), sigma_W(x)^2); each client has a head of its own.
+    r"""FedCR (Zhang et al., ICML 2023).
 
-        `steps` times, on rows (x, y):   (W_i, head_i) <- SGD step on  CE(head_i(z), y) + beta KL(r(. | y) || N(mu_W(x), sigma_W(x)^2))
+    Features are drawn, z ~ N(mu_W(x), sigma_W(x)^2), and each client has its own head.  In every round:
+
+        `steps` times, on rows (x, y):
+            (W_i, head_i) <- SGD step on  CE(head_i(z), y) + beta KL(r(. | y) || N(mu_W(x), sigma_W(x)^2))
         r_i(. | y)  ~  prod over the client's rows (x, y) of N(mu_W(x), sigma_W(x)^2)
         W  <- mean_i W_i,      r(. | y)  ~  N(0, 1) prod_i r_i(. | y)      over the clients that have the class
 
-    The divergence stands for the difference between the clients' and the global conditional mutual information I(x; z | y).  One draw
-    of z a step.  Sent up: the body, and mean and deviation of every class; down: the same.  Heads never travel.
+    The divergence approximates the difference between the clients' and the global conditional mutual information
+    I(x; z | y).  A step draws z once.  The upload is the body and two numbers for every class and feature (precision
+    and precision times mean).  The download is the body, and the mean and the deviation for every class and feature.
+    Heads are never sent.
 
-    `init(params, ids)` with params {"body", "head"}; data as `data.stacked.Examples`.
+    Args:
+        network: the network.
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
 
-    Thesis: comparator of Fig. L1810.
-    Holds if: gradients are shortened to `clip` (F27).  In mu the divergence has the curvature beta / sigma^2, and it pulls sigma towards
-    the deviations of r, which as products are some hundredths: steps on mu itself overshoot where sigma < sqrt(stepsize beta / 2), sigma
-    shrinks again, and a few steps later nothing is finite.  The released code shortens them too, to 10.
-    Differs: r_i is the product over all rows of the client with its final body, where the released code takes it batch by batch during
-    the last epoch.
+    Returns:
+        The algorithm.  Its `init(params, ids)` takes params {"body", "head"}.  The data are `data.stacked.Examples`.
+
+    Thesis: comparator of Fig. 4.2.
+    Holds if: gradients are shortened to `clip` (F27).  In mu the divergence has the curvature beta / sigma^2, and it
+    pulls sigma towards the deviations of r, which as products are some hundredths: steps on mu itself overshoot where
+    sigma < sqrt(stepsize beta / 2), sigma shrinks again, and a few steps later nothing is finite.  The released code
+    shortens them too, to 10.
+    Differs: r_i is the product over all rows of the client with its final body, where the released code takes it batch
+    by batch during the last epoch.
     """
     rounds.check_cohort(cohort)
     if steps < 1:
@@ -183,7 +289,8 @@ def fedcr(
         model, losses = train(network, sample, steps, round.own_key, hparams, server.classes, start, data)
         experts = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
-        message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)  # a sum, by the mean
+        # The server takes the mean of the messages; the factor turns the mean of the experts into their sum.
+        message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)
         return Client(client.id, model["head"]), round.send(message), losses[0]
 
     def server_step(hparams, server, received):
@@ -193,18 +300,26 @@ def fedcr(
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(
-        init, client_step, server_step, bits_down, cohort, over, down=("params", "classes"), letter=_download(),
-        reply=_upload(), spec=spec,
-    )  # fmt: skip
+        init,
+        client_step,
+        server_step,
+        bits_down,
+        cohort,
+        over,
+        down=("params", "classes"),
+        letter=_download(),
+        reply=_upload(),
+        spec=spec,
+    )
 
 
 def bits_down(server: Any) -> int:
-    """The body and the distributions of the classes, as they are"""
+    """Bits of a download: the body and the distributions of the classes, uncompressed."""
     return rounds.dense_bits((server.params["body"], server.classes))
 
 
 def _download() -> Codec:
-    """The body and the classes; a client reads None for the head, which is not sent"""
+    """The body and the classes; a client reads None for the head, which is not sent."""
 
     def write(key: Key, server: Any, ids: list[int], n: int) -> list[bytes]:
         return [wire.encode_tree((server.params["body"], server.classes))] * len(ids)
@@ -217,7 +332,7 @@ def _download() -> Codec:
 
 
 def _upload() -> Codec:
-    """The change of the body and the experts, which have as many numbers as the body and the classes"""
+    """The change of the body and the experts, which have as many numbers as the body and the classes."""
 
     def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, _Experts]:
         return wire.decode_tree(data, (server.params["body"], _Experts(*server.classes)))
@@ -226,5 +341,13 @@ def _upload() -> Codec:
 
 
 def deployed(server: Any, client: Any) -> Params:
-    """What a client deploys: the shared body and its own head, applied to the mean features."""
+    """The model that a client deploys: the shared body and its own head, applied to the mean features.
+
+    Args:
+        server: the server's state.
+        client: one client's row, without a client axis.
+
+    Returns:
+        {"body", "head"}.
+    """
     return {"body": server.params["body"], "head": client.head}

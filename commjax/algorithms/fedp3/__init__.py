@@ -1,9 +1,9 @@
-"""FedP3: each client trains some layers, is sent the others pruned, and sends back only what it trains.
+"""FedP3: each client trains some layers, receives the others pruned, and uploads only the layers that it trains.
 
 method              `fedp3`: the round of all clients, its bits, its local models
-layers, plans       the layers of a network by name; which client trains which, and how much of the others it receives
-submodels           what a client receives of the layers that it does not train
-aggregation         how the server joins the layers
+layers, plans       the layers of a network by name; the layers that each client trains, and its keep ratio for the
+others submodels           the pruning of the layers that a client does not train
+aggregation         how the server averages the layers
 wire                the bytes of a download and of an upload
 remote              the client step and the server step, for a client on another machine
 sketched            the algorithm that the theorems are about

@@ -1,12 +1,14 @@
-"""How the server joins the layers that it received.
+"""How the server averages the layers that it received.
 
-All three are one formula: with H_l the clients of this round that hold layer l, and a logit for every client and layer,
+The three rules are one formula.  H_l are the clients of this round that train layer l, and every client has a logit
+b_il for every layer:
 
     W^l <- W^l + sum_{i in H_l} a_il (W_i^l - W^l),        a_il = exp(b_il) / sum_{j in H_l} exp(b_jl)
 
-simple: b = 0.  weighted: b_il = log |L_i|.  attention: b is learned.  A layer that nobody held keeps its value.
+simple: b = 0.  weighted: b_il = log |L_i|.  attention: b is learned.  A layer that no client trained keeps its value.
 
-Thesis: L1733, L1916.  Differs: F8 (the weights are normalised over the holders of a layer; as printed they sum to less than 1).
+Thesis: Alg. 7, Sec. 4.4.3.
+Differs: F8 (the weights are normalised over the holders of a layer; as printed they sum to less than 1).
 """
 
 from collections.abc import Callable
@@ -22,11 +24,20 @@ from commjax.algorithms.fedp3.plans import Plan
 from commjax.core import rounds, tree
 from commjax.core.base import Params
 
-MOST = 20.0  # logits stay within +-20, so that no exponential overflows
+# Logits are clipped to [-MOST, MOST], so that no exponential overflows.
+MOST = 20.0
 
 
 class Aggregation(NamedTuple):
-    """`logits(plan)`: [n, layers], those of every round, or the first ones where they are learned on the `held` batch."""
+    """A rule for the weights a_il.  The functions of this module make it.
+
+    Attributes:
+        name: name of the rule.
+        logits: `logits(plan)` returns b, [n, layers].  If b is learned, these are the first ones.
+        held: batch of the server on which b is learned; None if b is not learned.
+        steps: gradient steps on b in every round; 0 if b is not learned.
+        stepsize: stepsize of these steps.
+    """
 
     name: str
     logits: Callable[[Plan], np.ndarray]
@@ -44,22 +55,38 @@ def _log_layers(plan: Plan) -> np.ndarray:
 
 
 def simple() -> Aggregation:
-    """The mean over the holders.  Thesis: L1723."""
+    """The mean over the clients that train a layer.  Thesis: Sec. 4.2."""
     return Aggregation("simple", _zeros)
 
 
 def weighted() -> Aggregation:
-    """Clients that train more layers count more: a_il = |L_i| / sum_{j in H_l} |L_j|.  Thesis: L1725."""
+    """A mean in which clients that train more layers count more.
+
+        a_il = |L_i| / sum_{j in H_l} |L_j|
+
+    Thesis: Sec. 4.2.
+    """
     return Aggregation("weighted", _log_layers)
 
 
 def attention(held: PyTree, *, steps: int = 3, stepsize: float = 1.0, start: Aggregation | None = None) -> Aggregation:
-    """Logits that the server learns: in every round `steps` of gradient descent on the loss of the joined model on the `held` batch.
+    """Logits that the server learns on a batch of its own.
 
-    They start as `start` has them (simple) and are kept from round to round, those of a layer that a client does not hold unused.
+    In every round the server takes `steps` gradient steps on the loss of the averaged model on the batch `held`.  The
+    logits are kept from round to round.
 
-    Thesis: L1728, L1929.  Differs: neither the mapping h nor its data is given there; this is the least that has simple and weighted
-    averaging as special cases.
+    Args:
+        held: the server's batch, as the loss takes it.
+        steps: gradient steps in every round, at least 0.
+        stepsize: stepsize of these steps.
+        start: rule of the first logits; None is `simple()`.
+
+    Returns:
+        The rule.
+
+    Thesis: Sec. 4.2, Sec. 4.4.3.
+    Differs: neither the mapping h nor its data is given there; this is the least that has simple and weighted averaging
+    as special cases.
     """
     if steps < 0 or not stepsize > 0:
         raise ValueError(f"steps={steps}, stepsize={stepsize}; allowed: at least 0, and > 0")
@@ -68,7 +95,15 @@ def attention(held: PyTree, *, steps: int = 3, stepsize: float = 1.0, start: Agg
 
 
 def weights(logits: Float[Array, "m l"], holds: Bool[Array, "m l"]) -> Float[Array, "m l"]:
-    """exp(b_il) of the holders, 0 of the others: the a_il before they are normalised"""
+    """exp(b_il) for the clients that train a layer, 0 for the others: the a_il before they are normalised.
+
+    Args:
+        logits: b, one row for each of m clients.
+        holds: whether the client trains the layer.
+
+    Returns:
+        The weights, not normalised.
+    """
     return jnp.where(holds, jnp.exp(logits), 0)
 
 
@@ -79,13 +114,25 @@ def joined(
     axis_name: str | None = None,
     present: Shaped[Array, "m"] | None = None,
 ) -> Params:
-    """sum_i a_il (W_i^l - W^l), in the dtypes of the updates (one row a client); 0 where nobody holds a layer.
+    """The step of the server.
+
+        sum_i a_il (W_i^l - W^l),   0 for a layer that no client trained
+
+    Args:
+        layers: the layers of the params.
+        updates: W_i - W, a pytree like the params with a leading axis of m clients.
+        weights: weights of the clients, which need not be normalised; 0 for a layer that a client does not train.
+        axis_name: name of the device axis, if the clients are on several devices.
+        present: weight of each client in the cohort, 0 for a client outside it; None if all m clients take part.
+
+    Returns:
+        A pytree like the params, in the dtypes of `updates`.
 
     >>> rows = jnp.array([10.0, 20.0, 99.0])
     >>> float(joined(Layers(("l",), (0,)), rows, jnp.array([[1.0], [3.0], [0.0]])))
     17.5
     """
-    # Sums as matrix products: XLA's CPU reduction along the first axis takes 500 times as long.
+    # The sums are matrix products, because XLA's CPU reduction along the first axis takes 500 times as long.
     here = jnp.where(rounds.real(len(weights), axis_name)[:, None], weights, 0)
     here = here if present is None else here * present[:, None].astype(here.dtype)
     total = rounds.mean(jnp.sum(here, axis=0)[None], axis_name)
@@ -111,7 +158,26 @@ def learned(
     present: Shaped[Array, "m"] | None = None,
     members: int = 1,
 ) -> Float[Array, "m l"]:
-    """b_il <- b_il - stepsize a_il <grad_l loss(W + U; held), U_i^l - U^l>, U_i = W_i - W and U their weighted mean; `steps` times."""
+    """Gradient steps on the logits.
+
+        U_i = W_i - W,   U^l = sum_i a_il U_i^l
+        `steps` times:  b_il <- b_il - stepsize a_il <grad_l loss(W + U; held), U_i^l - U^l>
+
+    Args:
+        how: the rule, with `held`, `steps` and `stepsize`.
+        loss: `loss(params, held)` returns a scalar.
+        layers: the layers of the params.
+        params: W.
+        updates: U_i, a pytree like the params with a leading axis of m clients.
+        logits: b, one row per client.
+        holds: whether the client trains the layer.
+        axis_name: name of the device axis, if the clients are on several devices.
+        present: weight of each client in the cohort, 0 for a client outside it; None if all m clients take part.
+        members: number of clients that take part, on all devices.
+
+    Returns:
+        The new logits, clipped to [-20, 20].
+    """
     for _ in range(how.steps):
         weight = weights(logits, holds)
         move = joined(layers, updates, weight, axis_name, present)

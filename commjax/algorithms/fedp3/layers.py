@@ -1,6 +1,6 @@
-"""A network's params as named layers: which leaves belong to which, their sizes, and parts of a tree.
+"""A network's params as named layers: the leaves of each layer, their sizes, and parts of a tree.
 
-A part of a tree has None where a leaf is left out; `jax.tree` functions and gradients pass over None.
+A part of a tree has None for each leaf that is left out.  `jax.tree` functions and gradients skip None.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,12 @@ from commjax.core.base import Params
 
 
 class Layers(NamedTuple):
-    """`names`: the layers, the final one last; `of`: for every leaf of the params, in their order, the number of its layer."""
+    """The layers of a network.
+
+    Attributes:
+        names: names of the layers; the final layer is last.
+        of: for every leaf of the params, in the order of `jax.tree.leaves`, the number of its layer.
+    """
 
     names: tuple[str, ...]
     of: tuple[int, ...]
@@ -26,7 +31,7 @@ def paths_of(params: Params) -> list[str]:
 
 
 def _order(name: str) -> list[tuple[int, int, str]]:
-    """Dense_10 after Dense_9"""
+    """Sort key that puts Dense_10 after Dense_9."""
     digits, parts = "", []
     for letter in name + "\0":
         if letter.isdigit():
@@ -40,10 +45,16 @@ def _order(name: str) -> list[tuple[int, int, str]]:
 
 
 def named(params: Params, *, final: str, groups: Mapping[str, Sequence[str]] | None = None) -> Layers:
-    """The top-level modules of Flax params as layers, Dense_2 before Dense_10; `final` is the output layer.
+    """The top-level modules of Flax params as layers, in natural order (Dense_2 before Dense_10).
 
-    `groups` names layers of one's own instead, in order: each is a list of paths ("block/conv", "block/norm"), and holds the leaves
-    at or under them.  Every leaf has to be in exactly one.
+    Args:
+        params: the params.
+        final: name of the output layer.
+        groups: layers with other names, in order.  Each is a list of paths ("block/conv", "block/norm") and holds the
+            leaves at or under them.  Every leaf must be in exactly one layer.
+
+    Returns:
+        The layers, with `final` last.
 
     >>> import jax.numpy as jnp
     >>> params = {"body": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "head": {"kernel": jnp.ones((3, 1))}}
@@ -73,14 +84,27 @@ def named(params: Params, *, final: str, groups: Mapping[str, Sequence[str]] | N
 
 
 def check_names(known: Sequence[str], given: Iterable[str], argument: str = "layers") -> None:
-    """ValueError for a layer that is not there, naming those that are."""
+    """Raise a ValueError for a name that no layer has.
+
+    Args:
+        known: names of the layers.
+        given: names to check.
+        argument: name of the argument, for the error text.
+    """
     for name in given:
         if name not in known:
             raise ValueError(f"{argument}: no layer {name!r}; allowed: {', '.join(map(repr, known))}")
 
 
 def chosen(layers: Layers, given: Iterable[str]) -> np.ndarray:
-    """The named layers as a mask over all.
+    """The named layers as a mask over all layers.
+
+    Args:
+        layers: all layers.
+        given: names of layers.
+
+    Returns:
+        A bool for each layer.
 
     >>> chosen(Layers(("body", "head"), (0, 1)), ["head"]).tolist()
     [False, True]
@@ -91,7 +115,15 @@ def chosen(layers: Layers, given: Iterable[str]) -> np.ndarray:
 
 
 def by_leaf(layers: Layers, params: PyTree, values: Sequence | np.ndarray | Array) -> PyTree:
-    """One value a layer, as a tree with the value of its layer at every leaf.
+    """A tree that has at every leaf the value of its layer.
+
+    Args:
+        layers: the layers.
+        params: the params; only their structure is used.
+        values: one value per layer.
+
+    Returns:
+        A tree like `params`.
 
     >>> by_leaf(Layers(("body", "head"), (0, 0, 1)), {"a": 0, "b": 0, "c": 0}, [10, 20])
     {'a': 10, 'b': 10, 'c': 20}
@@ -100,7 +132,15 @@ def by_leaf(layers: Layers, params: PyTree, values: Sequence | np.ndarray | Arra
 
 
 def split(layers: Layers, params: Params, mask: Sequence[bool] | np.ndarray) -> tuple[PyTree, PyTree]:
-    """(the layers of the mask, the others), each a part of the tree.
+    """Split params into the layers inside a mask and the others.
+
+    Args:
+        layers: the layers.
+        params: the params.
+        mask: a bool for each layer.
+
+    Returns:
+        The layers inside the mask and the layers outside it, each a part of the tree.
 
     >>> split(Layers(("body", "head"), (0, 1)), {"body": 1.0, "head": 2.0}, [False, True])
     ({'body': None, 'head': 2.0}, {'body': 1.0, 'head': None})
@@ -112,7 +152,7 @@ def split(layers: Layers, params: Params, mask: Sequence[bool] | np.ndarray) -> 
 
 
 def join(part: PyTree, other: PyTree) -> Params:
-    """The tree whose parts these are.
+    """Put two parts of a tree together; a leaf of `part` takes precedence over one of `other`.
 
     >>> join({"body": None, "head": 2.0}, {"body": 1.0, "head": None})
     {'body': 1.0, 'head': 2.0}
@@ -121,7 +161,7 @@ def join(part: PyTree, other: PyTree) -> Params:
 
 
 def sizes(layers: Layers, params: Params) -> np.ndarray:
-    """How many params each layer has.
+    """Number of params of each layer.
 
     >>> sizes(Layers(("body", "head"), (0, 0, 1)), [np.ones((2, 3)), np.ones(3), np.ones((3, 1))]).tolist()
     [9, 3]
@@ -130,7 +170,7 @@ def sizes(layers: Layers, params: Params) -> np.ndarray:
 
 
 def bits(layers: Layers, params: Params) -> np.ndarray:
-    """The price of each layer, sent as it is."""
+    """Bits of each layer, sent uncompressed."""
     return _totals(layers, [8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params)])
 
 

@@ -22,7 +22,14 @@ from commjax.theory import ldp_fedp3 as theory
 
 
 class HParams(NamedTuple):
-    """gamma: stepsize; clip (C): norm to which a row's gradient is clipped; noise (z): multiplier of C; rate (q): chance of a row."""
+    """Hyperparameters of LDP-FedP3.
+
+    Attributes:
+        gamma: stepsize.
+        clip: C, the norm to which the gradient of a row is clipped.
+        noise: z, the noise multiplier; the standard deviation of the noise on the sum of gradients is z C.
+        rate: q, the probability that a row is drawn in a round.
+    """
 
     gamma: Any
     clip: Any
@@ -31,7 +38,12 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0, clip > 0 (infinity: no clipping), noise >= 0 and 0 < rate <= 1."""
+    """Raise a ValueError unless gamma > 0, clip > 0 (infinity: no clipping), noise >= 0 and 0 < rate <= 1.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("gamma", hparams.gamma)
     checks.above_zero("clip", hparams.clip)
@@ -50,23 +62,33 @@ def ldp_fedp3(
 ) -> Algorithm:
     r"""LDP-FedP3.
 
-        rows of client i come with chance q each (Poisson sampling)
+        every row of client i is drawn with probability q (Poisson sampling)
         g_i = (sum over these rows of clip_C(grad f_ij(w)) + z C N(0, I)) / (q m_i)
         w  <- (1/n) sum_i S_i (w - gamma g_i)
 
-    `loss(params, rows)` is a mean over a client's rows (`init(params, ids, data=...)` checks that); data with `weights` has
-    padding where these are 0.  `clipped="sent"` clips only the coordinates of the gradient that S_i sends, which are d/n: then
-    C may be smaller by sqrt(n) for the same bias, and so is the noise.  `capacity` rows at most are differentiated in a round:
-    memory and time for a little of delta (`accounting.certify`).  `rows`: the m_i, public, one number or one a client.  Without it they
-    are counted, which a certificate for "replace-one" allows and one for "add-remove" does not: there the number of rows is what is
-    to be hidden.  The metrics' loss is exact, no part of what is certified, and for the experimenter's eyes only.
+    The loss in the metrics is exact.  The certificate does not cover it, so that it must not be released.
 
-    Thesis: Alg. L4171.
-    Holds if: `accounting.certify(z, q, rounds, delta)`; the client draws rows and noise from a source that nobody else knows
-    (in a simulation all keys come from the run's, in a federation see `exchange.answer`); the m_i are public, and no client has
-    more rows.
-    Differs: F16 (noise on the gradient, so gamma scales it), F17 (each row is clipped), F18 (Poisson sampling and a fixed
-    denominator), F20 (z comes from an accountant).
+    Args:
+        loss: `loss(params, rows)` returns the mean loss over rows of one client, a scalar.  Rows with `weights` 0 are
+            padding.
+        sketch: S_i; None is perm-k.
+        clipped: "whole" clips the whole gradient of a row.  "sent" clips only its coordinates that S_i sends, d/n of
+            them: C may then be smaller by sqrt(n) for the same bias, and the noise shrinks with C.
+        capacity: largest number of rows that are differentiated in a round; None is all rows.  A capacity saves memory
+            and time and costs a little of delta (`accounting.certify`).
+        rows: m_i, the public numbers of rows, one number or one per client.  None counts the rows.  A certificate for
+            "replace-one" allows that; one for "add-remove" does not, because it hides the number of rows.
+        over: maps the client step over the clients.
+
+    Returns:
+        The algorithm.  Its `init(params, ids, data=None)` checks that the loss is a mean over rows if it gets the data.
+
+    Thesis: Alg. 11.
+    Holds if: `accounting.certify(z, q, rounds, delta)`; the client draws rows and noise from a source that nobody else
+    knows (in a simulation all keys come from the run's, in a federation see `exchange.answer`); the m_i are public, and
+    no client has more rows.
+    Differs: F16 (noise on the gradient, so gamma scales it), F17 (each row is clipped), F18 (Poisson sampling and a
+    fixed denominator), F20 (z comes from an accountant).
     """
     sketch = sketch or perm_k()
     if capacity is not None and capacity < 1:
@@ -99,7 +121,7 @@ def ldp_fedp3(
             sent = sketch.compress(round.key, jax.tree.map(jnp.ones_like, server.params), round.id, round.n).value
             grads = jax.tree.map(lambda leaf, part: jnp.where((part != 0)[None], leaf, 0), grads, sent)
         total = mechanism.clipped_sum(grads, hparams.clip, here)[0]
-        # With an infinite C there is no noise, and no privacy.
+        # Without noise (and privacy) C may be infinite, and 0 * infinity is not a number.
         deviation = jnp.where(hparams.noise > 0, hparams.noise * jnp.asarray(hparams.clip), 0.0)
         total = tree.add_scaled(total, deviation, mechanism.gaussian_like(use_key(round.own_key, 3), total))
         m = jnp.sum(present) if public is None else own(public, client.id)
@@ -114,7 +136,7 @@ def ldp_fedp3(
 
 
 def bits_down(server: Server) -> int:
-    """w, as it is"""
+    """Bits of a download: w, uncompressed."""
     return rounds.dense_bits(server.params)
 
 
@@ -131,10 +153,22 @@ def calibrated(
     relation: str = "replace-one",
     capacity: int | None = None,
 ) -> tuple[HParams, Certificate]:
-    """HParams with the least noise that is (epsilon, delta)-DP over `rounds` rounds, and the certificate.
+    """Hyperparameters with the least noise that is (epsilon, delta)-DP over a run, and the certificate.
 
-    `rows`: m, or the m_i of all clients, public; `batch`: rows a round, on average, of the smallest client.  For "add-remove" the
-    algorithm has to be told the same `rows`.
+    Args:
+        epsilon: target of the certificate.
+        delta: target of the certificate.
+        gamma: stepsize.
+        clip: C, the norm to which the gradient of a row is clipped.
+        batch: mean number of rows that the smallest client draws in a round.
+        rows: m, or the m_i of all clients, which are public.  For "add-remove" the algorithm needs the same `rows`.
+        rounds: number of rounds of the run.
+        accountant: "pld" or "rdp" (`accounting.certify`).
+        relation: "replace-one" or "add-remove", by which neighbouring data sets differ.
+        capacity: as in `ldp_fedp3`.
+
+    Returns:
+        The hyperparameters and the certificate.
 
     >>> hparams, certificate = calibrated(8.0, 1e-5, gamma=0.1, clip=1.0, batch=50.0, rows=50, rounds=100)
     >>> hparams.noise == certificate.noise, certificate.epsilon <= 8, certificate.relation
@@ -167,9 +201,26 @@ def _check_scales(gamma: float, clip: float) -> None:
 def theoretical(
     epsilon: float, delta: float, *, L: float, delta0: float, clip: float, d: int, rows: int, batch: float, c: float
 ) -> tuple[HParams, int]:
-    """The thesis's stepsize, noise and number of rounds, with its unknown constant c.  No certificate: see `calibrated`.
+    """The thesis's stepsize, noise and number of rounds, which contain an unknown constant c.
 
-    Thesis: Thm L1779.  Differs: F15, F19, F20; sigma = z C / b is the noise on the mean gradient.
+    They come without a certificate: see `calibrated`.
+
+    Args:
+        epsilon: privacy parameter.
+        delta: privacy parameter.
+        L: smoothness constant.
+        delta0: f(w^0) - f*.
+        clip: C, the norm to which the gradient of a row is clipped.
+        d: number of params.
+        rows: m, the number of rows of a client.
+        batch: mean number of rows that a client draws in a round.
+        c: the unknown constant.
+
+    Returns:
+        The hyperparameters and the number of rounds.
+
+    Thesis: Sec. 4.3 (convergence theorem of LDP-FedP3).
+    Differs: F15, F19, F20; sigma = z C / b is the noise on the mean gradient.
 
     >>> hparams, rounds = theoretical(1.0, 1e-5, L=2.0, delta0=10.0, clip=1.0, d=100, rows=500, batch=500.0, c=1.0)
     >>> round(hparams.gamma, 6), rounds

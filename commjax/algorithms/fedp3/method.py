@@ -1,4 +1,4 @@
-"""FedP3: each client trains some of the layers, is sent the others pruned, and sends back only what it trains."""
+"""FedP3: each client trains some layers, receives the others pruned, and uploads only the layers that it trains."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,19 +25,28 @@ Others = Literal["frozen", "masked", "free"]
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        head: the client's own final layer with `local_head`, as a part of the params; None without.
+        logits: [n, layers], the client's aggregation logits if the server learns them; None otherwise.
+        row: the client's row of the plan; None if that is its id.
+    """
+
     id: Int[Array, "*n"]
-    head: PyTree = None  # the final layer, where it is the client's own
-    logits: Any = None  # [n, layers], where the server learns them
-    row: Any = None  # its row of the plan, where that is not its id
+    head: PyTree = None
+    logits: Any = None
+    row: Any = None
 
     @property
     def planned(self) -> Int[Array, "*n"]:
-        """Where the plan says what it trains."""
+        """The client's row of the plan."""
         return self.id if self.row is None else self.row
 
 
 class _Method(NamedTuple):
-    """What a client needs to know to take part."""
+    """What a client needs to know to take part: the arguments of `fedp3`."""
 
     loss: Loss
     plan: Plan
@@ -62,27 +71,42 @@ def fedp3(
     cohort: int | None = None,
     over: Callable = rounds.one_by_one,
 ) -> Algorithm:
-    r"""FedP3.  For each client i of the cohort, with its layers L_i and its masks P_i:
+    r"""FedP3 with any plan, pruning and aggregation.
 
-        W_i^l <- W^l for l in L_i,  P_i (.) W^l for the others                          down
-        `steps` times:  W_i^l <- W_i^l - stepsize grad_l f_i(W_i; q (.) W_i outside L_i)       for l in L_i
-        W^l   <- W^l + server sum_i a_il (W_i^l - W^l)                                  up: l in L_i only
+    For each client i of the cohort, with its layers L_i and its masks P_i:
 
-    `loss(params, rows)` (not its gradient: what a client does not train is not differentiated).  `plan`: `commjax.algorithms.fedp3.plans`; `pruning`
-    P_i (magnitude), `local_pruning` q (none): `submodels`; `aggregate` (simple): `aggregation`.
+        W_i^l <- W^l for l in L_i,  P_i (.) W^l for the others                             down
+        `steps` times:  W_i^l <- W_i^l - stepsize grad_l f_i(W_i; q (.) W_i outside L_i)   for l in L_i
+        W^l   <- W^l + server sum_i a_il (W_i^l - W^l)                                     up: l in L_i only
 
-    `others`: layers outside L_i stay as they were sent ("frozen"), are trained inside their masks and then thrown away ("masked"), or
-    without the masks ("free").  `local_head`: the final layer is sent up, but each client goes on with its own.
+    Args:
+        loss: `loss(params, rows)` returns the loss of one client, a scalar.  It is not a `value_and_grad`, because only
+            the layers that a client trains are differentiated.
+        plan: the layers L_i and the keep ratio of each client (`commjax.algorithms.fedp3.plans`).
+        sample: `sample(key, data)` returns the rows of one client's data for one step.
+        steps: number of local steps in a round.
+        pruning: P_i (`submodels`); None is `submodels.magnitude()`.
+        local_pruning: q, the pruning inside a local step (`submodels`); None is `submodels.fixed()`, no pruning.
+        aggregate: the weights a_il (`aggregation`); None is `aggregation.simple()`.
+        others: what happens to the layers outside L_i during local training.  "frozen": they stay as they were sent.
+            "masked": they are trained inside their masks, and the result is discarded.  "free": they are trained
+            without the masks, and the result is discarded.
+        local_head: whether each client keeps its own final layer.  The client still uploads it, but does not download
+            it.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.
+        over: maps the local training over the clients.  `rounds.one_by_one` compiles a branch for each distinct L_i.
+            `jax.vmap` would run all branches; with it every gradient is computed and those of frozen layers are
+            dropped.  The trajectory is the same, at FedAvg's computing cost.
 
-    `init(params, ids, data=None, rows=None)`; with the data, batches are checked against every client's rows.  `rows` says which row
-    of the plan is a client's, if it is not that of its id: one compiled program then serves several plans, one beneath the other.
+    Returns:
+        The algorithm.  Its `init(params, ids, data=None, rows=None)` checks the batch size against every client's rows
+        if it gets the data (leading axis n).  `rows` ([n]) has the client's row of the plan where that is not its id:
+        one compiled program then serves several stacked plans.
 
-    `over=clients.one_by_one` compiles a branch for each distinct L_i; under `jax.vmap`, where all branches would run, every gradient
-    is computed and those of frozen layers are dropped: the same trajectory at FedAvg's price.
-
-    Thesis: Alg. FedP3 (L1657), LocalUpdate (L1710), Aggregation (L1733).
+    Thesis: Alg. 5 (FedP3), Alg. 6 (LocalUpdate), Alg. 7 (Aggregation).
     Holds if: all layers, no pruning: FedAvg.
-    Differs: F8 (weights), F9 (W_{t,k}; layers outside L_i are trained in L1707 and not in L1715: `others`), F23 (the released code).
+    Differs: F8 (weights), F9 (W_{t,k}; layers outside L_i are trained in Sec. 4.2 and not in Alg. 6: `others`), F23
+    (the released code).
     """
     rounds.check_cohort(cohort)
     if steps < 1:
@@ -96,7 +120,8 @@ def fedp3(
     table = how.logits(plan)
 
     def init(params: Params, ids: Int[Array, "n"], data: PyTree = None, rows: Any = None) -> State:
-        if rows is not None or len(ids) != 1:  # 1: a client by itself (`commjax.federation.exchange`)
+        # A remote client calls init with its id alone (`commjax.federation.exchange`), so one id is always allowed.
+        if rows is not None or len(ids) != 1:
             check_rows(plan, len(ids), rows)
         if len(plan.layers.of) != len(jax.tree.leaves(params)):
             raise ValueError(
@@ -150,14 +175,17 @@ def fedp3(
 
 
 def _batch_rows(sample: Sample, data: PyTree) -> int:
-    """Rows of a minibatch, from shapes alone."""
+    """Number of rows of a minibatch, from shapes alone."""
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(sample, jax.random.key(0), row))]
     return max((shape[0] for shape in shapes if shape), default=0)
 
 
 def _check_rows(sample: Sample, data: PyTree) -> None:
-    """ValueError for a minibatch larger than what every client has; padding, which only `init` can look at, counts here."""
+    """Raise a ValueError if a minibatch has more rows than the arrays of a client.
+
+    Padding counts as rows here: only `init` knows which rows are padding.
+    """
     if sample is local.all_rows:
         return
     rows = max((leaf.shape[1] for leaf in jax.tree.leaves(data) if leaf.ndim > 1), default=0)
@@ -174,7 +202,7 @@ def _metrics(method, local_head, params, planned, losses, axis_name, here, share
 
 
 def _client(method, branches, key, hparams, params, made, client, data):
-    """The client's model after `steps` local steps, equal to `params` outside L_i; and its first loss."""
+    """The client's model after `steps` local steps, which equals `params` outside L_i, and its first loss."""
     sets, rank = np.unique(method.plan.trained, axis=0, return_inverse=True)
 
     def one(mine, differentiated):
@@ -192,9 +220,9 @@ def _client(method, branches, key, hparams, params, made, client, data):
 
 
 def _local(method, mine, differentiated, key, hparams, params, made, client, data):
-    """LocalUpdate: the client's whole model, and its first loss.  `mine` is L_i; `differentiated` (static) has L_i inside.
+    """LocalUpdate: the client's whole model, and its first loss.
 
-    Keys of the rows are FedAvg's.
+    `mine` is L_i.  `differentiated` is static and contains L_i.  The keys of the rows are those of FedAvg.
     """
     plan, static = method.plan, isinstance(mine, np.ndarray)
     key_masks, key_steps = (jax.random.fold_in(key, method.steps + more) for more in (1, 2))
@@ -228,7 +256,7 @@ def _local(method, mine, differentiated, key, hparams, params, made, client, dat
 def _train(method, mine, differentiated, key, hparams, params, made, client, data):
     plan = method.plan
     trained, loss = _local(method, mine, differentiated, key, hparams, params, made, client, data)
-    # What is outside L_i is not looked at again: the server's value stands in its place, and it never enters a message.
+    # The layers outside L_i are discarded: the server's values replace them, and no message contains them.
     if isinstance(mine, np.ndarray):
         return layers.join(layers.split(plan.layers, trained, mine)[0], params), loss
     keeps = layers.by_leaf(plan.layers, params, mine)
@@ -236,19 +264,46 @@ def _train(method, mine, differentiated, key, hparams, params, made, client, dat
 
 
 class Messages(NamedTuple):
-    """What goes over the wire between the server and one client in one round."""
+    """What the server and one client send each other in one round.
+
+    Attributes:
+        down: the download.
+        up: the upload.
+    """
 
     down: bytes
     up: bytes
 
 
 def messages(
-    key: Key, hparams: Any, state: State, data: PyTree, id: int, loss: Loss, plan: Plan, sample: Sample = local.all_rows, *,
-    steps: int, pruning: Pruning | None = None, local_pruning: LocalPruning | None = None, others: Others = "frozen",
-) -> Messages:  # fmt: skip
-    """The two messages of client `id` (whose row of the data is `data`) in the coming round, on the host; arguments as `fedp3`'s.
+    key: Key,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    id: int,
+    loss: Loss,
+    plan: Plan,
+    sample: Sample = local.all_rows,
+    *,
+    steps: int,
+    pruning: Pruning | None = None,
+    local_pruning: LocalPruning | None = None,
+    others: Others = "frozen",
+) -> Messages:
+    """The download and the upload of client `id` in the next round, computed on the host.
 
-    `fedp3_wire.read_up` and `read_down` read them back; their lengths are the ledger's, 8 bits a byte.
+    `wire.read_down` and `wire.read_up` read them.  Their lengths, times 8, are the bits of `ledger`.
+
+    Args:
+        key: key of the run.
+        hparams: the hyperparameters.
+        state: the state before the round.
+        data: the data of this client, without a client axis.
+        id: number of the client.
+        loss, plan, sample, steps, pruning, local_pruning, others: as in `fedp3`.
+
+    Returns:
+        The two messages.
     """
     method = _Method(
         loss, plan, pruning or submodels.magnitude(), local_pruning or submodels.fixed(), others, sample, steps
@@ -268,14 +323,41 @@ def messages(
 
 
 def local_models(
-    key: Key, hparams: Any, state: State, data: PyTree, loss: Loss, plan: Plan, sample: Sample = local.all_rows, *,
-    steps: int, pruning: Pruning | None = None, local_pruning: LocalPruning | None = None, others: Others = "frozen",
-    over: Callable = rounds.one_by_one, use: Callable[[Params, Any], Any] = lambda model, data: model,
-) -> Any:  # fmt: skip
-    """`use(model, data)` of what each client has itself after a round that begins at `state`: arguments as `fedp3`'s.
+    key: Key,
+    hparams: Any,
+    state: State,
+    data: PyTree,
+    loss: Loss,
+    plan: Plan,
+    sample: Sample = local.all_rows,
+    *,
+    steps: int,
+    pruning: Pruning | None = None,
+    local_pruning: LocalPruning | None = None,
+    others: Others = "frozen",
+    over: Callable = rounds.one_by_one,
+    use: Callable[[Params, Any], Any] = lambda model, data: model,
+) -> Any:
+    """Apply a function to the model that each client itself has after a round.
 
-    That is W_i after its local steps, the layers outside L_i as they were sent (and perhaps trained) and not thrown away, and cut
-    down by Q_i to the least of its ratios.  The released code reports the accuracy of these.  Differs: F23.
+    This model is W_i after the local steps.  The layers outside L_i are kept as they were sent, or trained if `others`
+    says so.  The model is then pruned by Q_i at its smallest ratio.  The released code reports the accuracy of these
+    models.
+
+    Args:
+        key: key of the run.
+        hparams: the hyperparameters.
+        state: the state before the round.
+        data: the data of all clients, leading axis n.
+        loss, plan, sample, steps, pruning, local_pruning, others: as in `fedp3`.
+        over: maps the computation over the clients.
+        use: `use(model, data)` takes the model and the data of one client and returns a pytree, for example an
+            accuracy.
+
+    Returns:
+        What `use` returned, with a leading axis n.
+
+    Differs: F23.
     """
     method = _Method(
         loss, plan, pruning or submodels.magnitude(), local_pruning or submodels.fixed(), others, sample, steps
@@ -295,14 +377,32 @@ def local_models(
 
 
 def deployed(plan: Plan, server: Any, client: Any) -> Params:
-    """What a client deploys: the global model, with its own head where it has one."""
+    """The model that a client deploys: the global model, with the client's own head if it has one.
+
+    Args:
+        plan: not used.
+        server: the server's state.
+        client: one client's row, without a client axis.
+
+    Returns:
+        The params.
+    """
     return server.params if client.head is None else layers.join(client.head, server.params)
 
 
 def released(loss: Loss, plan: Plan, sample: Sample, *, steps: int, **how: Any) -> Algorithm:
-    """The setting of the released code: magnitude pruning that is not enforced while training, and local heads.
+    """FedP3 with the setting of the released code: pruning that training does not enforce, and local heads.
 
-    Its plan is `plans.consecutive(layers, n, count, keep=0.9)`.  Differs: F23.
+    The released code has the plan `plans.consecutive(layers, n, count, keep=0.9)` and magnitude pruning.
+
+    Args:
+        loss, plan, sample, steps: as in `fedp3`.
+        **how: other arguments of `fedp3`.
+
+    Returns:
+        The algorithm.
+
+    Differs: F23.
     """
     return fedp3(loss, plan, sample, steps=steps, others="free", local_head=True, **how)
 
@@ -314,6 +414,15 @@ def ledger(
     local_head: bool = False,
     local_pruning: LocalPruning | None = None,
 ) -> dict[str, Float[np.ndarray, "n"]]:
-    """Bits up and down of every client in a round in which it takes part."""
+    """Bits of every client in a round in which it takes part.
+
+    Args:
+        plan: as in `fedp3`.
+        params: the params, or their shapes and dtypes.
+        pruning, local_head, local_pruning: as in `fedp3`.
+
+    Returns:
+        {"up": bits up [n], "down": bits down [n]}.
+    """
     up, down = wire.prices(plan, pruning or submodels.magnitude(), params, local_head, local_pruning)
     return {"up": up, "down": down}

@@ -1,8 +1,9 @@
 """An audit of privacy from a single training run with many canaries.
 
-`private_training.audit` repeats the whole run thousands of times with and without one canary.  The method of Steinke, Nasr and
-Jagielski ("Privacy auditing with one training run", 2023, https://arxiv.org/abs/2305.08846) flips a coin for each of many canaries,
-trains once, and guesses the coins from the public iterates.  A private mechanism limits the number of right guesses.
+`private_training.audit` repeats the whole run thousands of times with and without one canary.  The method of Steinke,
+Nasr and Jagielski ("Privacy auditing with one training run", 2023, https://arxiv.org/abs/2305.08846) flips a coin for
+each of many canaries, trains once, and guesses the coins from the public iterates.  A private mechanism limits the
+number of right guesses.
 """
 
 from collections.abc import Callable
@@ -19,16 +20,26 @@ from commjax.algorithms.fedp3.private_training import CLIP, FAR, GAMMA, _linear,
 from commjax.core.base import Algorithm, Key
 from commjax.privacy.accounting import Certificate
 
-_SHARES = tuple(0.5**power for power in range(8))  # of the canaries that are guessed: each is one test
-_STEP = 0.02  # of epsilon, between two hypotheses
+# Shares of the canaries that are guessed; each share is one test.
+_SHARES = tuple(0.5**power for power in range(8))
+# Distance in epsilon between two hypotheses.
+_STEP = 0.02
 
 
 class OneRun(NamedTuple):
-    """What one run proves: the mechanism is not (epsilon, delta)-DP, at the stated confidence."""
+    """What one run proves: the mechanism is not (epsilon, delta)-DP, at the stated confidence.
+
+    Attributes:
+        epsilon: the largest epsilon that the run disproves.
+        guesses: number of canaries that were guessed, those with the largest |score|.
+        correct: number of right guesses.
+        canaries: number of canaries.
+        confidence: probability that a mechanism which keeps its certificate is not accused.
+    """
 
     epsilon: float
-    guesses: int  # canaries that were guessed, those with the clearest scores
-    correct: int  # right guesses
+    guesses: int
+    correct: int
     canaries: int
     confidence: float
 
@@ -68,14 +79,15 @@ def lower_bound(
 ) -> OneRun:
     """The largest epsilon that the guesses of one run disprove.
 
-    The guess for a canary is the sign of its score.  The r canaries with the largest |score| are guessed, for eight values of r from m
-    to m / 128; each test has an eighth of the error.  Hypotheses are tested from 0 upwards until one is not refuted.
+    The guess for a canary is the sign of its score.  The r canaries with the largest |score| are guessed, for eight
+    values of r from m to m / 128; each test has an eighth of the error.  Hypotheses are tested from 0 upwards until one
+    is not refuted.
 
     Args:
         scores: one number per canary, computed from what the run made public; positive speaks for the coin +1.
         coins: +1 or -1 per canary, independent and fair.
-        delta: of the certificate that is audited.
-        confidence: chance that an (epsilon, delta)-DP mechanism is not accused.
+        delta: delta of the certificate that is audited.
+        confidence: probability that an (epsilon, delta)-DP mechanism is not accused.
 
     Returns:
         The bound and the number of guesses behind it.
@@ -105,7 +117,7 @@ def lower_bound(
 
 @partial(jax.jit, static_argnames=("build", "rounds", "replaced"))
 def _train(build, key: Key, coins: Array, hparams: Any, rounds: int, replaced: bool) -> Array:
-    """Scores of all canaries from the iterates of one run: one client, canary j moves coordinate j only."""
+    """Scores of all canaries from the iterates of one run with one client; canary j changes coordinate j only."""
     m = len(coins)
     algorithm = build(_linear, rows=m)
     present = jnp.ones(m) if replaced else (coins > 0).astype(jnp.zeros(()).dtype)
@@ -116,7 +128,8 @@ def _train(build, key: Key, coins: Array, hparams: Any, rounds: int, replaced: b
     def one(carry, _):
         state, total = carry
         after, _ = algorithm.step(key, hparams, state, data)
-        x = (state.server.params - after.server.params) * scale  # z N(0, 1), and the canary where its row came
+        # x is z N(0, 1), plus the clipped canary if this round draws its row.
+        x = (state.server.params - after.server.params) * scale
         score = log_ratio(x, 1, hparams) - (log_ratio(x, -1, hparams) if replaced else 0)
         return (after, total + score), None
 
@@ -133,19 +146,20 @@ def audit(
 ) -> OneRun:
     """Train once with many canaries and return the largest epsilon that the run disproves.
 
-    One client has `canaries` rows.  The gradient of row j is 100 C in coordinate j, so that canaries do not disturb each other; its
-    coin says whether the row has this gradient or its negative (replace-one), or whether it is present (add-remove).  The score is the
-    log likelihood ratio of the coin given all iterates.  More canaries give more guesses, but the bound loses 2 m delta.
+    One client has `canaries` rows.  The gradient of row j is 100 C in coordinate j, so that canaries do not disturb
+    each other.  The coin of row j says whether the row has this gradient or its negative (replace-one), or whether it
+    is present (add-remove).  The score is the log likelihood ratio of the coin given all iterates.  More canaries give
+    more guesses, but the bound loses 2 m delta.
 
     Args:
         key: random key of the coins and of the run.
         certificate: what is audited; its noise, rate, rounds, delta and relation are used.
         canaries: number of rows (m); time and memory grow with m^2.
-        confidence: chance that a mechanism which keeps its certificate is not accused.
+        confidence: probability that a mechanism which keeps its certificate is not accused.
         build: `build(loss, rows=...)` makes the algorithm under test; LDP-FedP3 if None.
 
     Returns:
-        The bound: at most the certificate's epsilon, except with chance 1 - confidence.
+        The bound: at most the certificate's epsilon, except with probability 1 - confidence.
 
     >>> from commjax.privacy.accounting import certify
     >>> certificate = certify(4.0, 1.0, 10, 1e-5)

@@ -1,6 +1,6 @@
-"""Who trains what: the layers L_i of each client, and how much of the other layers it is sent.
+"""Plans: the layers L_i that each client trains, and how much of the other layers it receives.
 
-Thesis: L1662 (line 2 of FedP3), L1822 (OPU2, OPU3, LowerB), L1902 (OPU1-2-3, OPU2-3), L1832 (ResNet-18).
+Thesis: Alg. 5 (line 2), Sec. 4.4.2 (OPU2, OPU3, LowerB, ResNet-18), Table 4.2 (OPU1-2-3, OPU2-3).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,15 +14,29 @@ from commjax.algorithms.fedp3.layers import Layers, check_names, chosen
 
 
 class Plan(NamedTuple):
-    """What the server specifies before the first round.  Make it with the functions beneath, which look at what they are given."""
+    """What the server specifies before the first round.  The functions of this module make validated plans.
+
+    Attributes:
+        layers: the layers of the network.
+        trained: L_i, whether client i trains layer l.
+        keep: keep ratio of P_i, for the layers outside L_i.
+    """
 
     layers: Layers
-    trained: Bool[np.ndarray, "n l"]  # L_i
-    keep: Float[np.ndarray, "n"]  # keep ratio of P_i, for the layers outside L_i
+    trained: Bool[np.ndarray, "n l"]
+    keep: Float[np.ndarray, "n"]
 
 
 def plan(layers: Layers, trained: Sequence[Iterable[str]], keep: ArrayLike = 1.0) -> Plan:
-    """L_i by name, one list of layers a client, the final one always among them; `keep` is one ratio in (0, 1], or one a client.
+    """A plan from the names of the layers that each client trains.
+
+    Args:
+        layers: the layers of the network.
+        trained: L_i, one list of names per client.  Each list must contain the final layer.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
 
     Differs: F7 (the thesis's "pruning ratio" is the part that is kept).
 
@@ -36,7 +50,16 @@ def plan(layers: Layers, trained: Sequence[Iterable[str]], keep: ArrayLike = 1.0
 
 
 def checked(layers: Layers, trained: Bool[np.ndarray, "n l"], keep: ArrayLike = 1.0) -> Plan:
-    """A plan from a mask [client, layer]; ValueError for a client without the final layer or a ratio outside (0, 1]."""
+    """A plan from a mask; a ValueError for a client without the final layer or a ratio outside (0, 1].
+
+    Args:
+        layers: the layers of the network.
+        trained: whether client i trains layer l.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
+    """
     if len(trained) == 0:
         raise ValueError("trained has no clients (n = 0); allowed: at least one")
     if trained.ndim != 2 or trained.shape[1] != len(layers.names):
@@ -47,7 +70,8 @@ def checked(layers: Layers, trained: Bool[np.ndarray, "n l"], keep: ArrayLike = 
     headless = np.flatnonzero(~trained[:, -1])
     if len(headless):
         raise ValueError(
-            f"trained: client {headless[0]} does not train the final layer {layers.names[-1]!r}; allowed: plans in which all do"
+            f"trained: client {headless[0]} does not train the final layer {layers.names[-1]!r}; "
+            "allowed: plans in which all do"
         )
     ratios = np.asarray(keep, np.float64)
     if ratios.shape not in ((), (len(trained),)) or not np.all((ratios > 0) & (ratios <= 1)):
@@ -62,16 +86,27 @@ def _clients(n: int) -> int:
 
 
 def everything(layers: Layers, n: int) -> Plan:
-    """All clients train all layers: FedAvg."""
+    """The plan in which all n clients train all layers: FedAvg."""
     return checked(layers, np.ones((_clients(n), len(layers.names)), bool))
 
 
 def opu(layers: Layers, n: int, *counts: int, seed: int = 0, keep: ArrayLike = 1.0) -> Plan:
-    """Each client trains the final layer and so many others, drawn uniformly; with several `counts` the number is drawn too.
+    """Each client trains the final layer and some others, which are drawn uniformly.
 
     opu(layers, n, 3) is OPU3, opu(layers, n, 1, 2, 3) OPU1-2-3, opu(layers, n, 1) LowerB.
 
-    Thesis: L1822, L1902.  Differs: F5 (the final layer is not one of the `counts`, so OPU3 of a network of 5 trains 4 layers).
+    Args:
+        layers: the layers of the network.
+        n: number of clients.
+        *counts: number of layers to draw, besides the final one.  With several numbers one of them is drawn per client.
+        seed: seed of the draw.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
+
+    Thesis: Sec. 4.4.2, Table 4.2.
+    Differs: F5 (the final layer is not one of the `counts`, so OPU3 of a network of 5 trains 4 layers).
 
     >>> opu(Layers(("a", "b", "head"), (0, 1, 2)), 2, 1).trained.sum(axis=1).tolist()
     [2, 2]
@@ -88,12 +123,34 @@ def opu(layers: Layers, n: int, *counts: int, seed: int = 0, keep: ArrayLike = 1
 
 
 def lower_b(layers: Layers, n: int, *, seed: int = 0, keep: ArrayLike = 1.0) -> Plan:
-    """LowerB: one layer and the final one."""
+    """LowerB: each client trains the final layer and one other, which is drawn uniformly.
+
+    Args:
+        layers: the layers of the network.
+        n: number of clients.
+        seed: seed of the draw.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
+    """
     return opu(layers, n, 1, seed=seed, keep=keep)
 
 
 def consecutive(layers: Layers, n: int, count: int, *, keep: ArrayLike = 1.0) -> Plan:
-    """As in the released code: client i trains `count` layers from i // (n / hidden) on, cyclically, and the final one.
+    """Each client trains the final layer and `count` consecutive others, as in the released code.
+
+    Client i trains the layers from i // (n / hidden) on, cyclically, where `hidden` is the number of layers besides the
+    final one.
+
+    Args:
+        layers: the layers of the network.
+        n: number of clients.
+        count: number of layers, besides the final one.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
 
     Differs: F23.
 
@@ -111,9 +168,19 @@ def consecutive(layers: Layers, n: int, count: int, *, keep: ArrayLike = 1.0) ->
 
 
 def without(layers: Layers, n: int, sets: Sequence[Iterable[str]], *, seed: int = 0, keep: ArrayLike = 1.0) -> Plan:
-    """Each client trains all layers except one of `sets`, drawn uniformly.
+    """Each client trains all layers except one of several sets, which is drawn uniformly.
 
-    Thesis: L1832 (-B2-B3 (full): all of B2 or all of B3; -B2 (part): the first or the last two layers of B2).
+    Args:
+        layers: the layers of the network.
+        n: number of clients.
+        sets: lists of names of layers.
+        seed: seed of the draw.
+        keep: keep ratio in (0, 1], one number or one per client.
+
+    Returns:
+        The plan.
+
+    Thesis: Sec. 4.4.2 (-B2-B3 (full): all of B2 or all of B3; -B2 (part): the first or the last two layers of B2).
     """
     if len(sets) == 0:
         raise ValueError("sets is empty; allowed: at least one list of layers to leave out")
@@ -122,7 +189,15 @@ def without(layers: Layers, n: int, sets: Sequence[Iterable[str]], *, seed: int 
 
 
 def beneath(several: Sequence[Plan]) -> Plan:
-    """Plans of the same layers one beneath the other: client i of plan number k has row k n + i, which `fedp3`'s `init` is told.
+    """Plans of the same layers, stacked into one.
+
+    Client i of plan number k has row k n + i, which the `init` of `fedp3` takes as `rows`.
+
+    Args:
+        several: the plans.
+
+    Returns:
+        The stacked plan.
 
     >>> layers = Layers(("conv", "head"), (0, 1))
     >>> beneath([everything(layers, 2), plan(layers, [["head"], ["head"]], 0.5)]).keep.tolist()
@@ -135,7 +210,13 @@ def beneath(several: Sequence[Plan]) -> Plan:
 
 
 def check_rows(plan: Plan, clients: int, rows: ArrayLike | None) -> None:
-    """ValueError unless a plan says what each of so many clients trains: it has a row for each, or `rows` names rows that it has."""
+    """Raise a ValueError unless the plan has a row for every client.
+
+    Args:
+        plan: the plan.
+        clients: number of clients.
+        rows: the row of each client; None if it is the client's id.
+    """
     n = len(plan.keep)
     if rows is None:
         if clients != n:
@@ -147,7 +228,7 @@ def check_rows(plan: Plan, clients: int, rows: ArrayLike | None) -> None:
 
 
 def kept(size: int, ratio: float) -> int:
-    """How many of `size` weights a keep ratio leaves: floor(ratio * size), at least 1.
+    """Number of weights that a keep ratio leaves: floor(ratio * size), at least 1.
 
     >>> kept(10, 0.7), kept(3, 0.1)
     (7, 1)
@@ -156,9 +237,9 @@ def kept(size: int, ratio: float) -> int:
 
 
 def relative_spread(values: Sequence[float | int] | np.ndarray) -> float:
-    """(max - min) / min in percent: what the thesis calls ratios.
+    """(max - min) / min in percent, which the thesis calls ratios.
 
-    Thesis: L4037.  Differs: F1.
+    Thesis: Sec. C.2.5.  Differs: F1.
 
     >>> relative_spread([15104, 1648640])
     10815.254237288136
@@ -167,22 +248,36 @@ def relative_spread(values: Sequence[float | int] | np.ndarray) -> float:
 
 
 def uplink_sizes(plan: Plan, sizes: np.ndarray) -> np.ndarray:
-    """How many params each client sends, `sizes` of the layers given.
+    """Number of params that each client sends.
 
-    Thesis: L4037 (communication cost).
+    Args:
+        plan: the plan.
+        sizes: number of params of each layer.
+
+    Returns:
+        One number per client.
+
+    Thesis: Sec. C.2.5 (communication cost).
     """
     return plan.trained @ sizes
 
 
 def deployed_sizes(plan: Plan, sizes: np.ndarray) -> np.ndarray:
-    """How many params each client deploys: its own layers and the kept part of the others, not rounded.
+    """Number of params that each client deploys: its own layers and the kept part of the others, not rounded.
 
-    Thesis: L4037.  Differs: F3 (58 % larger is not 58 % smaller).
+    Args:
+        plan: the plan.
+        sizes: number of params of each layer.
+
+    Returns:
+        One number per client.
+
+    Thesis: Sec. C.2.5.  Differs: F3 (58 % larger is not 58 % smaller).
     """
     return uplink_sizes(plan, sizes) + plan.keep * (~plan.trained @ sizes)
 
 
 def holding(plan: Plan, name: str) -> np.ndarray:
-    """The ids of the clients that train a layer."""
+    """The ids of the clients that train the layer `name`."""
     check_names(plan.layers.names, [name], "name")
     return np.flatnonzero(plan.trained[:, plan.layers.names.index(name)])

@@ -1,4 +1,4 @@
-"""Private runs: training that comes with its certificate, and an attack on it that measures a lower bound of epsilon."""
+"""Private runs: training with a certificate, and an attack that measures a lower bound of epsilon."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,10 +20,15 @@ from commjax.privacy.mechanism import Loss
 
 
 class Run(NamedTuple):
-    """The end of a private run, its metrics, and what it may be believed to have kept private.
+    """The end of a private run.
 
-    The certificate is about the state, and all states before it.  It does not cover `metrics.loss`, which is computed from the rows
-    without noise: not to be released.
+    The certificate covers the state and all states before it.  It does not cover `metrics.loss`, which is computed from
+    the rows without noise and must not be released.
+
+    Attributes:
+        state: the last state.
+        metrics: the metrics of all rounds.
+        certificate: the privacy guarantee of the run.
     """
 
     state: State
@@ -49,10 +54,28 @@ def train(
     rows: int | Sequence[int] | None = None,
     **how: Any,
 ) -> Run:
-    """`rounds` rounds of LDP-FedP3 with noise calibrated to (epsilon, delta); `how`: see `ldp_fedp3.ldp_fedp3`.
+    """Run LDP-FedP3 with noise calibrated to (epsilon, delta).
 
-    `rows`: the m_i, public.  Without it, the clients' numbers of rows for "replace-one", and for "add-remove", which hides these, the
-    number of rows that the arrays have room for.
+    Args:
+        key: key of the run.
+        loss: as in `ldp_fedp3.ldp_fedp3`.
+        params: where the run starts.
+        data: the data of all clients, leading axes n and rows.
+        rounds: number of rounds.
+        epsilon: target of the certificate.
+        delta: target of the certificate.
+        gamma: stepsize.
+        clip: C, the norm to which the gradient of a row is clipped.
+        batch: mean number of rows that the smallest client draws in a round.
+        accountant: "pld" or "rdp" (`accounting.certify`).
+        relation: "replace-one" or "add-remove", by which neighbouring data sets differ.
+        sketch: as in `ldp_fedp3.ldp_fedp3`.
+        rows: m_i, the public numbers of rows.  None is the clients' numbers of rows for "replace-one".  "add-remove"
+            hides these, so that None is the number of rows of the arrays, padding included.
+        **how: other arguments of `ldp_fedp3.ldp_fedp3`.
+
+    Returns:
+        The last state, the metrics and the certificate.
 
     >>> data = {"a": jnp.ones((2, 8, 3))}
     >>> found = train(jax.random.key(0), lambda w, rows: jnp.mean((rows["a"] @ w - 1) ** 2), jnp.zeros(3), data, 5,
@@ -89,11 +112,12 @@ def train(
 # --- the attack
 
 
-GAMMA, CLIP, FAR = 0.7, 0.5, 100.0  # of the game: no scale is 1, and the canary is far beyond the clipping norm
+# Scales of the attacked runs: none of them is 1, and the canary is far above the clipping norm.
+GAMMA, CLIP, FAR = 0.7, 0.5, 100.0
 
 
 def _linear(params: Float[Array, "d"], data: dict[str, Array]) -> Array:
-    """Its gradient at a row is the row"""
+    """A loss whose gradient at a row is the row."""
     return jnp.sum(data["weights"] * (data["rows"] @ params))
 
 
@@ -114,7 +138,7 @@ def log_ratio(x: Float[Array, "..."], sign: int, hparams: Any) -> Float[Array, "
 
 @partial(jax.jit, static_argnames=("build", "rounds", "rows", "n", "replaced"))
 def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int, n: int, replaced: bool) -> Array:
-    """Scores of one run per key; the canary is `worlds` times FAR C, and not there where that is 0"""
+    """Scores of one run per key.  The canary is `worlds` times FAR C; where `worlds` is 0 there is no canary."""
     algorithm = build(_linear, rows=rows)
 
     def game(inputs: tuple[Key, Array]) -> Array:
@@ -125,12 +149,13 @@ def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int,
 
         def one(state, _):
             after, _ = algorithm.step(key, hparams, state, data)
-            # Who sends which coordinate is public: of n, client 0 sends one.
+            # It is public which client sends which coordinate.  Client 0 sends one of n.
             sends = perm_k().compress(jax.random.fold_in(key, state.server.round), jnp.ones(n), 0, n).value > 0
             return after, jnp.sum(jnp.where(sends, state.server.params - after.server.params, 0))
 
         _, moves = jax.lax.scan(one, algorithm.init(jnp.zeros(n), jnp.arange(n)), None, length=rounds)
-        x = moves * hparams.rate * rows / (hparams.gamma * hparams.clip)  # z N(0, 1), and the canary where its row came
+        # x is z N(0, 1), plus the clipped canary in the rounds that draw its row.
+        x = moves * hparams.rate * rows / (hparams.gamma * hparams.clip)
         return jnp.sum(log_ratio(x, 1, hparams) - (log_ratio(x, -1, hparams) if replaced else 0))
 
     return jax.lax.map(game, (keys, worlds), batch_size=1000)
@@ -145,12 +170,24 @@ def canary_scores(
     n: int = 1,
     build: Callable[..., Algorithm] | None = None,
 ) -> tuple[Float[np.ndarray, "t"], Float[np.ndarray, "t"]]:
-    """Log likelihood ratios of `trials` runs with the canary and as many with its neighbour, from the public iterates.
+    """Log likelihood ratios of runs with the canary and of runs with its neighbour, from the public iterates.
 
-    `n` clients with as many parameters and rows whose gradients are 0, but for a canary of the first one: 100 C in every coordinate.  Its
-    neighbour has -100 C (replace-one) or is not there (add-remove).  With one client no pair is easier to tell apart, and no attack
-    on w^0, ..., w^K is better; with more the same holds of `clipped="sent"`.  `build(loss, rows=...)` is what is attacked.  A
-    capacity is attacked as far as the canary, which comes first and is never dropped, can see it.
+    There are `n` clients and `n` params.  All gradients are 0, except for a canary of the first client: 100 C in every
+    coordinate.  Its neighbour is -100 C (replace-one), or the row is missing (add-remove).  With one client no pair of
+    data sets is easier to distinguish, and no attack on w^0, ..., w^K is better.  With more clients the same holds for
+    `clipped="sent"`.  The canary is the first row and a capacity never drops it, so that the attack tests a capacity
+    only as far as the canary is affected.
+
+    Args:
+        key: key of the runs.
+        certificate: what is attacked; its noise, rate, rounds, relation and capacity are used.
+        trials: number of runs with the canary, and number of runs with its neighbour.
+        rows: number of rows per client.
+        n: number of clients.
+        build: `build(loss, rows=...)` makes the attacked algorithm; None is LDP-FedP3.
+
+    Returns:
+        The scores with the canary and the scores with its neighbour.
     """
     replaced = certificate.relation == "replace-one"
     hparams = ldp_fedp3.HParams(GAMMA, CLIP, certificate.noise, certificate.rate)
@@ -168,7 +205,8 @@ def _mechanism(capacity: int | None) -> Callable[..., Algorithm]:
 
 
 def _clopper_pearson(hits: int, trials: int, error: float) -> tuple[float, float]:
-    """Below the lower and above the upper limit lies the true chance with probability `error` each, at most."""
+    """Confidence limits of a probability: it lies below the first, or above the second, with probability at most
+    `error` each."""
     from scipy.stats import beta
 
     lower = 0.0 if hits == 0 else float(beta.ppf(error, hits, trials - hits + 1))
@@ -179,12 +217,23 @@ def _clopper_pearson(hits: int, trials: int, error: float) -> tuple[float, float
 def epsilon_lower_bound(
     with_canary: Float[np.ndarray, "t"], without: Float[np.ndarray, "u"], delta: float, confidence: float = 0.95
 ) -> float:
-    """An epsilon below which the mechanism is not (epsilon, delta)-DP, with `confidence`: from scores that tell two neighbours apart.
+    """A lower bound of epsilon, from scores that distinguish two neighbouring data sets.
 
-        TPR <= e^epsilon FPR + delta     and the same of 1 - FPR and 1 - TPR
+    For every test "score > t" an (epsilon, delta)-DP mechanism satisfies
 
-    for every test "score > t".  t and the side are chosen on one half of the scores, the chances (Clopper-Pearson) measured on
-    the other.
+        TPR <= e^epsilon FPR + delta     and the same for 1 - FPR and 1 - TPR
+
+    The threshold t and the inequality are chosen on every other score; the probabilities are measured on the remaining
+    scores (Clopper-Pearson).
+
+    Args:
+        with_canary: scores of runs with the canary.
+        without: scores of runs with its neighbour.
+        delta: delta of the certificate.
+        confidence: probability that the bound is right.
+
+    Returns:
+        An epsilon below which the mechanism is not (epsilon, delta)-DP, at this confidence; at least 0.
 
     >>> rng = np.random.default_rng(0)
     >>> epsilon_lower_bound(rng.normal(0, 1, 1000), rng.normal(0, 1, 1000), 1e-5) < 0.3
@@ -202,7 +251,7 @@ def epsilon_lower_bound(
             count = len(scores) - int(np.searchsorted(scores, threshold, side="right"))
             return count if above else len(scores) - count
 
-        # "above" speaks for the canary, "below" for its neighbour
+        # A score above the threshold speaks for the canary, one below it for the neighbour.
         first, second = (inside, outside) if above else (outside, inside)
         low = _clopper_pearson(hits(first), len(first), (1 - confidence) / 2)[0]
         high = _clopper_pearson(hits(second), len(second), (1 - confidence) / 2)[1]
@@ -216,7 +265,17 @@ def epsilon_lower_bound(
 
 
 def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: float = 0.95, **how: Any) -> float:
-    """The largest epsilon that `canary_scores` (with `how`) disproves: at most the certificate's, except with chance 1 - confidence.
+    """The largest epsilon that an attack with many runs disproves.
+
+    Args:
+        key: key of the runs.
+        certificate: what is attacked.
+        trials: number of runs with the canary, and number of runs without it.
+        confidence: probability that a mechanism which keeps its certificate is not accused.
+        **how: other arguments of `canary_scores`.
+
+    Returns:
+        The bound: at most the certificate's epsilon, except with probability 1 - confidence.
 
     >>> from commjax.privacy.accounting import certify
     >>> certificate = certify(4.0, 1.0, 10, 1e-5)

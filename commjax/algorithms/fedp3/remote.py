@@ -1,4 +1,4 @@
-"""FedP3 in two places: to each client a letter of its own, from each the layers that it trains."""
+"""FedP3 between machines: each client gets a download of its own and uploads the layers that it trains."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,29 +18,57 @@ from commjax.core.base import Codec, Exchange, Key, Params, State
 
 
 class Halves(NamedTuple):
-    """What both sides have of `fedp3`."""
+    """What the client step and the server step have in common.
+
+    Attributes:
+        plan: the plan.
+        pruning: P_i.
+        local: Q_i.
+        steps: number of local steps in a round.
+        train: `train(key of the client, hparams, params, masks of the server, client, data)` returns the client's model
+            and its loss.
+        how: the aggregation.
+        loss: `loss(params, rows)` returns a scalar.
+    """
 
     plan: Plan
     pruning: Pruning
     local: LocalPruning
     steps: int
-    train: Callable[
-        ..., Any
-    ]  # (key of the client, hparams, params, masks made by the server, client, data) -> (model, loss)
+    train: Callable[..., Any]
     how: Aggregation
     loss: Callable[..., Array]
 
 
 class Apart(NamedTuple):
-    """A server that is not where its clients are, and keeps the logits that it learns itself."""
+    """What a remote server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: W.
+        logits: [n, layers], the aggregation logits if the server learns them.
+    """
 
     round: Int[Array, ""]
     params: Params
-    logits: Any = None  # [n, layers]
+    logits: Any = None
 
 
 def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | None) -> Exchange:
-    """Down P_i (.) W with its masks, up the layers of L_i, as `fedp3_wire` writes them; everything else as in `fedp3`."""
+    """The client step and the server step of FedP3 for remote clients.
+
+    The download is P_i (.) W with its masks, the upload the layers of L_i, both as `commjax.algorithms.fedp3.wire`
+    writes them.
+
+    Args:
+        halves: what both sides have in common.
+        table: logits of an aggregation that is not learned, [n, layers].
+        local_head: whether each client keeps its own final layer.
+        cohort: number of clients that take part in a round; None is all of them.
+
+    Returns:
+        The exchange.
+    """
     plan, pruning, how = halves.plan, halves.pruning, halves.how
 
     def start(state: State) -> State:
@@ -67,14 +95,13 @@ def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | 
         return [one(id) for id in ids]
 
     def read_down(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, list]:
-        """The params, and the masks in the form of `submodels.server_masks`: as if it had made them for all ratios alike"""
+        """The params, and the masks in the form of `submodels.server_masks`, the same for all ratios."""
         params, drawn = server.params, None
         if pruning.score is None:
             drawn = pruned(key, id, params, [None for _ in plan.layers.of])[1]
-        sent, masks = wire.read_sent(
-            plan, pruning, id, data, params, drawn, local_head, blocks_of(params, id)
-        )  # fmt: skip
-        if pruning.score is None:  # drawn once more where it trains
+        sent, masks = wire.read_sent(plan, pruning, id, data, params, drawn, local_head, blocks_of(params, id))
+        # Drawn masks are drawn again in the local training.
+        if pruning.score is None:
             return sent, [None for _ in masks]
         ratios = len(np.unique(plan.keep))
         wanted = zip(masks, submodels.pruned_leaves(plan, params), jax.tree.leaves(params), strict=True)
@@ -90,7 +117,8 @@ def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | 
 
     def client_step(round, hparams, server, client, data):
         params, made = server.params
-        params = params if client.head is None else layers.join(client.head, params)  # which was not sent
+        # The download has no head if the client keeps its own.
+        params = params if client.head is None else layers.join(client.head, params)
         model, loss = halves.train(round.own_key, hparams, params, made, client, data)
         head = wire.head(plan, model) if local_head else None
         return client._replace(head=head), round.send(model), loss

@@ -1,4 +1,4 @@
-"""FedP3 as its theory sees it: global pruning and personalised aggregation as random diagonal matrices."""
+"""FedP3 as its theory describes it: global pruning and personalised aggregation are random diagonal matrices."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,35 +18,62 @@ from commjax.theory import fedp3 as theory
 
 
 class HParams(NamedTuple):
-    """gamma: stepsize."""
+    """Hyperparameters of the sketched FedP3.
+
+    Attributes:
+        gamma: stepsize.
+    """
 
     gamma: Any
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0."""
+    """Raise a ValueError unless gamma > 0.
+
+    Args:
+        hparams: the hyperparameters.  Traced values are skipped.
+        n: number of clients; not used.
+    """
     checks.scalars(hparams)
     checks.positive("gamma", hparams.gamma)
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of rounds so far.
+        params: w, the model.
+    """
+
     round: Int[Array, ""]
-    params: Params  # w
+    params: Params
 
 
 class Client(NamedTuple):
+    """The clients, which keep no state.
+
+    Attributes:
+        id: number of the client.
+    """
+
     id: Int[Array, "*n"]
 
 
 class Pruning(NamedTuple):
-    """The diagonal of P_i: which of d coordinates a client works with, and how many these are."""
+    """The diagonal of P_i: the coordinates that a client works with.
 
-    mask: Callable[[Key, int], Bool[Array, "d"]]  # (key, d)
-    kept: Callable[[int], int]  # (d)
+    Attributes:
+        mask: `mask(key, d)` returns a bool for each of d coordinates.
+        kept: `kept(d)` returns the number of coordinates inside the mask.
+    """
+
+    mask: Callable[[Key, int], Bool[Array, "d"]]
+    kept: Callable[[int], int]
 
 
 def whole() -> Pruning:
-    """P = I
+    """No pruning: P = I.
 
     >>> whole().kept(7)
     7
@@ -55,7 +82,9 @@ def whole() -> Pruning:
 
 
 def uniform(keep: float) -> Pruning:
-    """ceil(keep d) coordinates, drawn uniformly, not scaled: biased.  Thesis: Def. L1757.
+    """Pruning that keeps ceil(keep d) coordinates, drawn uniformly and not scaled, so that P is biased.
+
+    Thesis: Def. 4.3.1.
 
     >>> uniform(0.5).mask(jax.random.key(0), 6).sum().item()
     3
@@ -70,15 +99,33 @@ def uniform(keep: float) -> Pruning:
 
 
 def use_key(own_key: Key, use: int) -> Key:
-    """A client's key for one use.  Uses count from 2: fold_in(key, i) = split(key)[i], so that 0 and 1 may meet the keys that
-    perm-k and a permutation split off the same parents, and what is drawn here would depend on who owns which coordinate."""
+    """A client's key for one use.
+
+    Uses count from 2.  Since fold_in(key, i) = split(key)[i], the uses 0 and 1 could equal keys that perm-k and a
+    permutation split off the same parents.  What is drawn here would then depend on which client owns which coordinate.
+
+    Args:
+        own_key: the client's key of the round.
+        use: number of the use, at least 2.
+
+    Returns:
+        The key.
+    """
     if use < 2:
         raise ValueError(f"use={use}; allowed: at least 2")
     return jax.random.fold_in(own_key, use)
 
 
 def check_dimension(sketch: Compressor, d: int, n: int) -> None:
-    """(1/n) sum_i S_i = I needs an owner for every coordinate and a coordinate for every client."""
+    """Raise a ValueError if perm-k has more clients than coordinates.
+
+    (1/n) sum_i S_i = I needs an owner for every coordinate and a coordinate for every client.
+
+    Args:
+        sketch: S_i.
+        d: number of params.
+        n: number of clients.
+    """
     if sketch.name == "perm-k" and d < n:
         raise ValueError(f"{n} clients share out d = {d} coordinates; allowed: at most d clients")
 
@@ -91,11 +138,21 @@ def sketched(
         u_i <- P_i w;  `steps` times:  u_i <- u_i - gamma P_i grad f_i(u_i)
         w   <- (1/n) sum_i S_i u_i
 
-    S (`sketch`, by default perm-k) shares out the coordinates by one permutation a round that all clients know, so that
-    (1/n) sum_i S_i = I and S_i S_j = 0; `compressors.identity()` is S = I.  P (`prune`, by default I) is drawn by each client.
+    Args:
+        value_and_grad: `value_and_grad(params, data)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        prune: P_i, which each client draws; None is I.
+        sketch: S_i; None is perm-k, which splits the coordinates among the clients by one permutation per round that
+            all clients know.  Then (1/n) sum_i S_i = I and S_i S_j = 0.  `compressors.identity()` is S = I.
+        steps: number of local steps in a round.
 
-    Thesis: Alg. L4077, Def. L1757 and L1763.  Holds if: Thm L1770 for P = I; Thm L4270 for S = I, steps = 1.
-    Differs: F10 (the permutation is shared; d need not be a multiple of n), F11 (a noise floor between clients that differ).
+    Returns:
+        The algorithm.
+
+    Thesis: Alg. 10, Def. 4.3.1 and 4.3.2.
+    Holds if: the theorem on model aggregation (Sec. 4.3) for P = I; Thm C.3.5 for S = I, steps = 1.
+    Differs: F10 (the permutation is shared; d need not be a multiple of n), F11 (a noise floor between clients that
+    differ).
     """
     prune, sketch = prune or whole(), sketch or perm_k()
     if steps < 1:
@@ -121,11 +178,13 @@ def sketched(
 
     def bits_down(server) -> int:
         """The kept coordinates; which they are follows from the round's key."""
-        flat = jax.eval_shape(lambda params: ravel_pytree(params)[0], server.params)  # they travel as one vector
+        # The params are sent as one vector, which has one dtype.
+        flat = jax.eval_shape(lambda params: ravel_pytree(params)[0], server.params)
         return 8 * flat.dtype.itemsize * prune.kept(flat.size)
 
     def mask_of(key: Key, id: int, d: int) -> np.ndarray:
-        return np.asarray(prune.mask(use_key(jax.random.fold_in(key, id), 2), d))  # the client's `own_key`
+        # The inner key is the client's `own_key`.
+        return np.asarray(prune.mask(use_key(jax.random.fold_in(key, id), 2), d))
 
     def write(key: Key, server: Server, ids: list[int], n: int) -> list[bytes]:
         flat = np.asarray(ravel_pytree(server.params)[0])
@@ -143,12 +202,30 @@ def sketched(
 
 
 def server_step(hparams: Any, server: Server, params: Params) -> Server:
-    """w <- (1/n) sum_i S_i u_i"""
+    """w <- (1/n) sum_i S_i u_i.
+
+    Args:
+        hparams: the hyperparameters; not used.
+        server: the server's state.
+        params: the mean of the messages, (1/n) sum_i S_i u_i.
+
+    Returns:
+        The server's state with the new w.
+    """
     return server._replace(params=params)
 
 
 def theoretical(L: np.ndarray, rounds: int) -> HParams:
-    """gamma = min(1 / L_max, 1 / sqrt(Lbar L_max K)) from the clients' constants L_i.  Thesis: Thm L1770; Differs: F12.
+    """gamma = min(1 / L_max, 1 / sqrt(Lbar L_max K)) for K rounds.
+
+    Args:
+        L: smoothness constants L_i of the clients, [n].
+        rounds: K.
+
+    Returns:
+        The hyperparameters.
+
+    Thesis: Sec. 4.3 (theorem on personalized model aggregation).  Differs: F12.
 
     >>> theoretical(np.array([2.0, 8.0]), 10)
     HParams(gamma=0.05)

@@ -1,8 +1,9 @@
-"""What FedP3 sends, as bytes, and what that costs.
+"""What FedP3 sends, as bytes, and its bits.
 
-A message is the leaves one after another, in the order of the params; both sides know the plan, so nothing says which they are.  A pruned
-leaf is the set of its kept positions (`wire.index_code`; nothing where the mask is drawn from a key that both sides know) and the
-kept values.  Of a leaf that P_i leaves whole and ordered dropout of one ratio cuts down, only the block that is used travels.
+A message is the leaves one after another, in the order of the params.  Both sides know the plan, so the message does
+not say which leaves it contains.  A pruned leaf is the set of its kept positions (`wire.index_code`) and the kept
+values.  Positions that are drawn from a key are not sent, because both sides know the key.  Ordered dropout with one
+ratio uses only a block of a leaf; if P_i does not prune the leaf, only this block is sent.
 """
 
 import math
@@ -21,9 +22,18 @@ from commjax.core.base import Key, Params
 
 
 def sent(plan: Plan, mine: Any, key: Key, row: Any, params: Params, made: list) -> tuple[Params, list]:
-    """W^l for l in L_i (`mine`, static or traced), P_i (.) W^l for the others; and the masks, None where a leaf is whole.
+    """What a client receives: W^l for l in L_i, P_i (.) W^l for the others.
 
-    `row` of the plan; `made`: `submodels.server_masks`.
+    Args:
+        plan: the plan.
+        mine: L_i, a bool for each layer; a NumPy array if it is static.
+        key: the client's key of the masks in this round.
+        row: the client's row of the plan.
+        params: W.
+        made: the server's masks (`submodels.server_masks`).
+
+    Returns:
+        The params and a mask for each leaf, None for a leaf that is sent whole.
     """
     static, wanted = isinstance(mine, np.ndarray), submodels.pruned_leaves(plan, params)
 
@@ -39,12 +49,12 @@ def sent(plan: Plan, mine: Any, key: Key, row: Any, params: Params, made: list) 
 
 
 def head(plan: Plan, params: Params) -> PyTree:
-    """The final layer, as a part of the tree"""
+    """The final layer, as a part of the tree."""
     return layers.split(plan.layers, params, layers.chosen(plan.layers, plan.layers.names[-1:]))[0]
 
 
 def masked(model: Params, masks: list) -> Params:
-    """0 outside the masks; None: a leaf stays whole."""
+    """The model with 0 outside the masks; the mask None keeps a leaf whole."""
     leaves, structure = jax.tree.flatten(model)
     zero = [jnp.zeros((), leaf.dtype) for leaf in leaves]
     return structure.unflatten(
@@ -57,12 +67,12 @@ def _shape(leaf) -> tuple[int, np.dtype]:
 
 
 def _masked(plan: Plan, id: int, layer: int, leaf) -> bool:
-    """Whether P_i acts on a leaf"""
+    """Whether P_i prunes this leaf."""
     return not plan.trained[id, layer] and len(leaf.shape) > 1 and bool(plan.keep[id] < 1)
 
 
 def _leaf_bits(plan: Plan, pruning: Pruning, id: int, layer: int, leaf, block) -> int:
-    """Down, for one leaf"""
+    """Bits down of one leaf."""
     size, dtype = _shape(leaf)
     if not _masked(plan, id, layer, leaf):
         return 8 * dtype.itemsize * (size if block is None else int(block.sum()))
@@ -72,7 +82,20 @@ def _leaf_bits(plan: Plan, pruning: Pruning, id: int, layer: int, leaf, block) -
 
 
 def used(plan: Plan, local: LocalPruning | None, id: int, params: Params, local_head: bool = False) -> list:
-    """`submodels.fixed_blocks`; a head that stays with its client is whole, since the server does not have the rest of it."""
+    """The part of each leaf that a client uses (`submodels.fixed_blocks`).
+
+    A head that stays with its client is used whole, since the server does not have the rest of it.
+
+    Args:
+        plan: the plan.
+        local: Q_i; None is no local pruning.
+        id: the client's row of the plan.
+        params: the params.
+        local_head: whether each client keeps its own final layer.
+
+    Returns:
+        For each leaf a mask of its shape, or None for a leaf that is used whole.
+    """
     found = submodels.fixed_blocks(plan, local or submodels.fixed(), id, params)
     final = len(plan.layers.names) - 1
     return [None if local_head and layer == final else one for one, layer in zip(found, plan.layers.of, strict=True)]
@@ -81,7 +104,18 @@ def used(plan: Plan, local: LocalPruning | None, id: int, params: Params, local_
 def prices(
     plan: Plan, pruning: Pruning, params: Params, local_head: bool = False, local: LocalPruning | None = None
 ) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
-    """Bits up and bits down of each client, from shapes alone."""
+    """Bits up and bits down of each client, from shapes alone.
+
+    Args:
+        plan: the plan.
+        pruning: P_i.
+        params: the params, or their shapes and dtypes.
+        local_head: whether each client keeps its own final layer.
+        local: Q_i; None is no local pruning.
+
+    Returns:
+        Bits up [n] and bits down [n].
+    """
     leaves, final = jax.tree.leaves(params), len(plan.layers.names) - 1
     up, down = np.zeros(len(plan.keep)), np.zeros(len(plan.keep))
     for id, mine in enumerate(plan.trained):
@@ -94,7 +128,17 @@ def prices(
 
 
 def write_up(plan: Plan, id: int, model: Params, blocks: list | None = None) -> bytes:
-    """The layers of L_i, and nothing else; of those, what is in `blocks` (`used`), None: all."""
+    """The upload of one client: the layers of L_i.
+
+    Args:
+        plan: the plan.
+        id: the client's row of the plan.
+        model: the client's model.
+        blocks: the part of each leaf that the client uses (`used`); None is all of it.
+
+    Returns:
+        The bytes.
+    """
     leaves = jax.tree.leaves(model)
     parts = zip(leaves, plan.layers.of, blocks or [None] * len(leaves), strict=True)
     return b"".join(
@@ -105,7 +149,18 @@ def write_up(plan: Plan, id: int, model: Params, blocks: list | None = None) -> 
 
 
 def read_up(plan: Plan, id: int, data: bytes, like: Params, blocks: list | None = None) -> PyTree:
-    """The layers of L_i, None elsewhere; outside `blocks` they are as in `like`.  ValueError for a message of another length."""
+    """Read an upload.  A ValueError for a message of another length.
+
+    Args:
+        plan: the plan.
+        id: the client's row of the plan.
+        data: the bytes.
+        like: the server's params, which also fill the leaves outside `blocks`.
+        blocks: as in `write_up`.
+
+    Returns:
+        The layers of L_i, as a part of the tree.
+    """
     leaves, structure = jax.tree.flatten(like)
     found, start = [], 0
     for leaf, layer, block in zip(leaves, plan.layers.of, blocks or [None] * len(leaves), strict=True):
@@ -122,7 +177,7 @@ def read_up(plan: Plan, id: int, data: bytes, like: Params, blocks: list | None 
 
 
 def _filled(values: np.ndarray, like, block, rest) -> jax.Array:
-    """An array with `values` in `block` and `rest` elsewhere"""
+    """An array with `values` in `block` and `rest` elsewhere."""
     if block is None:
         return jnp.asarray(values.reshape(like.shape))
     whole = np.array(np.broadcast_to(np.asarray(rest), like.shape))
@@ -144,7 +199,20 @@ def write_down(
     local_head: bool = False,
     blocks: list | None = None,
 ) -> bytes:
-    """`sent` is W^l for l in L_i, P_i (.) W^l for the others; `masks` those of P_i, None where a leaf is whole."""
+    """The download of one client.
+
+    Args:
+        plan: the plan.
+        pruning: P_i.
+        id: the client's row of the plan.
+        sent: W^l for l in L_i, P_i (.) W^l for the others (`sent`).
+        masks: the masks of P_i, None for a leaf that is sent whole.
+        local_head: whether each client keeps its own final layer, which is then not sent.
+        blocks: the part of each leaf that the client uses (`used`); None is all of it.
+
+    Returns:
+        The bytes.
+    """
     final, parts = len(plan.layers.names) - 1, []
     leaves = jax.tree.leaves(sent)
     for leaf, layer, mask, block in zip(leaves, plan.layers.of, masks, blocks or [None] * len(leaves), strict=True):
@@ -170,7 +238,20 @@ def read_down(
     local_head: bool = False,
     blocks: list | None = None,
 ) -> PyTree:
-    """What the client starts from, 0 outside `blocks`; `masks` only where they are drawn from the key, which the client then knows."""
+    """Read a download.  A ValueError for a message of another length.
+
+    Args:
+        plan: the plan.
+        pruning: P_i.
+        id: the client's row of the plan.
+        data: the bytes.
+        like: params of the same shapes and dtypes.
+        masks: the masks of P_i, needed only if they are drawn from the key and thus not sent.
+        local_head, blocks: as in `write_down`.
+
+    Returns:
+        The params with which the client starts: 0 outside the masks and `blocks`, and None for a head that is not sent.
+    """
     return read_sent(plan, pruning, id, data, like, masks, local_head, blocks)[0]
 
 
@@ -184,7 +265,20 @@ def read_sent(
     local_head: bool = False,
     blocks: list | None = None,
 ) -> tuple[PyTree, list]:
-    """`read_down`, and the masks of P_i, None where a leaf is whole"""
+    """Read a download, as `read_down` does, and return the masks as well.
+
+    Args:
+        plan: the plan.
+        pruning: P_i.
+        id: the client's row of the plan.
+        data: the bytes.
+        like: params of the same shapes and dtypes.
+        masks: as in `read_down`.
+        local_head, blocks: as in `write_down`.
+
+    Returns:
+        The params, and the masks of P_i, None for a leaf that is sent whole.
+    """
     leaves, structure = jax.tree.flatten(like)
     found, start, final = [], 0, len(plan.layers.names) - 1
     stays: list = [None] * len(leaves)

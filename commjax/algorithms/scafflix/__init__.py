@@ -1,4 +1,4 @@
-"""Scafflix: local training with control variates (Scaffnew), one stepsize a client, on the FLIX objective.
+"""Scafflix: local training with control variates (Scaffnew) and one stepsize per client, on the FLIX objective.
 
 method           `scafflix`, `iterations`, `i_scaffnew`, the stepsizes of the theorem
 communication    what a round computes: coins, local steps, uploads, control variates

@@ -1,4 +1,4 @@
-"""The pieces of a round of Scafflix: coins, local steps, what goes up, and what a client makes of the answer."""
+"""The parts of a round of Scafflix: coins, local steps, uploads, control variates."""
 
 from typing import Any, NamedTuple
 
@@ -10,36 +10,81 @@ from commjax.algorithms.flix import mixture, own
 from commjax.core import rounds, tree
 from commjax.core.base import Key, Params
 
-MOST_STEPS = 1_000_000  # of one round, so that no p can make a program that does not end
+# Limit on the local steps of one round, so that a tiny p cannot make a loop that never ends.
+MOST_STEPS = 1_000_000
 
 
 class Server(NamedTuple):
+    """What the server remembers.
+
+    Attributes:
+        round: number of steps of the algorithm so far.
+        params: xbar of the last communication.
+        iterations: t, the number of local iterations so far.
+        communications: number of communications so far.
+    """
+
     round: Int[Array, ""]
-    params: Params  # xbar of the last communication
-    iterations: Int[Array, ""]  # t
+    params: Params
+    iterations: Int[Array, ""]
     communications: Int[Array, ""]
 
 
 class Client(NamedTuple):
+    """What each client remembers.
+
+    Attributes:
+        id: number of the client.
+        drift: e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), the local change since the last communication.  It
+            is None between rounds if a step is a whole round, because it is 0 then.
+        shift: h_i, the control variate.
+        optimum: x_i*, or None without personalization (alpha = 1).
+    """
+
     id: Int[Array, "*n"]
-    drift: PyTree  # e_i = xtilde_i - (alpha_i xbar + (1 - alpha_i) x_i*), since the last communication; None if 0
-    shift: PyTree  # h_i
-    optimum: PyTree  # x_i*, or None where alpha = 1
+    drift: PyTree
+    shift: PyTree
+    optimum: PyTree
 
 
 class Keys(NamedTuple):
+    """The keys of a run.
+
+    Attributes:
+        coin: draws the coins that decide when to communicate.
+        cohort: draws the cohorts.
+        rows: draws the rows of stochastic gradients.
+    """
+
     coin: Key
     cohort: Key
     rows: Key
 
 
 def keys_of(key: Key) -> Keys:
-    """From the key of the run"""
+    """Derive the keys of the coins, the cohorts and the rows from the key of the run."""
     return Keys(*jax.random.split(key, 3))
 
 
 def local_step(value_and_grad, sample, key, hparams, params, client, data, t):
-    """e <- e - gamma_i (g_i - h_i) with g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e)"""
+    """One local step.
+
+        g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e_i)
+        e_i <- e_i - gamma_i (g_i - h_i)
+
+    Args:
+        value_and_grad: (params, rows) -> (loss, gradient) of one client.
+        sample: (key, data) -> rows of one client.
+        key: key of the rows for the whole run.
+        hparams: the hyperparameters.
+        params: xbar.
+        client: the client's row, with e_i in `drift`.
+        data: the client's data.
+        t: number of the iteration.
+
+    Returns:
+        The client after the step, and the loss before it.
+    """
     model = tree.add(_start(hparams, params, client), client.drift)
     rows = sample(jax.random.fold_in(jax.random.fold_in(key, t), client.id), data)
     loss, grad = rounds.evaluated(value_and_grad, model, rows)
@@ -52,23 +97,48 @@ def _start(hparams, params, client):
 
 
 def _alpha(hparams, client):
-    """1 where there is no x_i* to mix with, whatever hparams say"""
+    """alpha_i of the client; 1 without x_i*, whatever `hparams` says."""
     return 1.0 if client.optimum is None else own(hparams.alpha, client.id)
 
 
 def upload(hparams, client):
-    """(alpha_i / gamma_i) e_i, and alpha_i^2 / gamma_i, which the server knows"""
+    """What a client sends: (alpha_i / gamma_i) e_i, and its weight alpha_i^2 / gamma_i, which the server already
+    knows."""
     alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
     return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
 
 
 def next_move(up, weight):
-    """xbar - (the last xbar) = sum_i (alpha_i/gamma_i) e_i / sum_i alpha_i^2/gamma_i; nobody moves it if every alpha_i is 0"""
+    """The change of xbar, from the means of the uploads and of their weights.
+
+        xbar - (previous xbar) = sum_i (alpha_i / gamma_i) e_i / sum_i alpha_i^2 / gamma_i
+
+    The change is 0 if every alpha_i is 0.
+
+    Args:
+        up: mean of (alpha_i / gamma_i) e_i, a pytree like xbar.
+        weight: mean of alpha_i^2 / gamma_i.
+
+    Returns:
+        A pytree like xbar.
+    """
     return tree.scale(jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0), up)
 
 
 def close(hparams, move, client):
-    """h_i <- h_i + (p/gamma_i) (alpha_i (xbar - last xbar) - e_i), e_i <- 0"""
+    """Finish a round at a client, after a communication.
+
+        h_i <- h_i + (p / gamma_i) (alpha_i (xbar - previous xbar) - e_i)
+        e_i <- 0
+
+    Args:
+        hparams: the hyperparameters.
+        move: xbar - (previous xbar).
+        client: the client's row, with the e_i that it sent.
+
+    Returns:
+        The client's row with the new h_i, and with e_i = 0.
+    """
     alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
     surprise = tree.sub(tree.scale(alpha, move), client.drift)
     shift = tree.add_scaled(client.shift, hparams.p / gamma, surprise)
@@ -76,7 +146,22 @@ def close(hparams, move, client):
 
 
 def train(value_and_grad, sample, keys, hparams, received, begin, last, client, data):
-    """Local steps `begin` to `last` from e_i = 0, and the loss of the first"""
+    """The local steps `begin` to `last` of one client, from e_i = 0.
+
+    Args:
+        value_and_grad: (params, rows) -> (loss, gradient) of one client.
+        sample: (key, data) -> rows of one client.
+        keys: the keys of the run.
+        hparams: the hyperparameters.
+        received: xbar.
+        begin: number of the first iteration.
+        last: number of the last iteration.
+        client: the client's row.
+        data: the client's data.
+
+    Returns:
+        The client's row with e_i in `drift`, and the loss at the first step.
+    """
 
     def one(t, carry):
         client, first = carry
@@ -90,9 +175,28 @@ def train(value_and_grad, sample, keys, hparams, received, begin, last, client, 
 
 
 def coin(key: Key, p: Any, t: Any) -> Array:
+    """Whether iteration t ends with a communication: true with probability p.
+
+    Args:
+        key: key of the coins for the whole run.
+        p: probability.
+        t: number of the iteration.
+
+    Returns:
+        A bool.
+    """
     return jax.random.bernoulli(jax.random.fold_in(key, t), p)
 
 
 def first_heads(key: Key, p: Any, start: Array) -> Array:
-    """The first iteration from `start` on whose coin says: communicate"""
+    """The first iteration from `start` on that ends with a communication.
+
+    Args:
+        key: key of the coins for the whole run.
+        p: probability of a communication.
+        start: number of the iteration with which the search begins.
+
+    Returns:
+        The number of the iteration, at most `start` + `MOST_STEPS`.
+    """
     return jax.lax.while_loop(lambda t: ~coin(key, p, t) & (t - start < MOST_STEPS), lambda t: t + 1, start)

@@ -1,4 +1,4 @@
-"""Scafflix: local training with control variates (Scaffnew), one stepsize a client, on the FLIX objective."""
+"""Scafflix: local training with control variates (Scaffnew) and one stepsize per client, on the FLIX objective."""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +30,13 @@ from commjax.theory import scafflix as theory
 
 
 class HParams(NamedTuple):
-    """gamma: stepsize, alpha: weight of the global model (one number each, or one a client, indexed by id); p: chance to communicate."""
+    """Hyperparameters of Scafflix.
+
+    Attributes:
+        gamma: stepsize, one number or one per client (indexed by id).
+        alpha: weight of the global model, one number or one per client (indexed by id).
+        p: probability that an iteration ends with a communication.
+    """
 
     gamma: Any
     alpha: Any
@@ -38,7 +44,12 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """ValueError unless gamma > 0 and alpha in [0, 1], one number or one a client, and p in (0, 1]."""
+    """Raise a ValueError unless gamma > 0, alpha in [0, 1] and p in (0, 1].
+
+    Args:
+        hparams: the hyperparameters; gamma and alpha are one number or one per client.  Traced values are skipped.
+        n: number of clients.
+    """
     checks.per_client("gamma", hparams.gamma, n)
     checks.positive("gamma", hparams.gamma)
     checks.per_client("alpha", hparams.alpha, n)
@@ -51,15 +62,26 @@ SPEC = Spec(HParams, Server, Client, check)
 
 
 class Metrics(NamedTuple):
-    loss: Shaped[Array, "..."]  # mean f_i(xtilde_i) at the models with which the round began
-    bits_up: Shaped[Array, "..."]  # sent by one client, mean over clients
+    """What one step reports.
+
+    Attributes:
+        loss: mean of f_i(xtilde_i) at the models with which the step began.
+        bits_up: bits that one client sent, mean over clients.
+        bits_down: bits that one client received, mean over clients.
+        iterations: local steps of a participating client in this step.
+    """
+
+    loss: Shaped[Array, "..."]
+    bits_up: Shaped[Array, "..."]
     bits_down: Shaped[Array, "..."]
-    iterations: Shaped[Array, "..."]  # local steps of a participating client in this round
+    iterations: Shaped[Array, "..."]
 
 
 def _traffic(key, communications, n, cohort, params):
-    """Bits up and down of one communication, mean over clients.  The cohort sends and receives; who was not in the last one
-    has to be told xbar before it can start."""
+    """Bits up and down of one communication, mean over clients.
+
+    The cohort sends and receives.  A member that was not in the last cohort has to receive xbar before it can start.
+    """
     dense = rounds.bits_of(params)
     if cohort is None or cohort == n:
         return dense, dense
@@ -99,7 +121,13 @@ def _init(personal: bool, by_rounds: bool):
 
 
 def check_shift(shift: PyTree, ids: Array, alpha: ArrayLike | None) -> None:
-    """ValueError unless sum_i alpha_i h_i^0 = 0 (up to rounding)."""
+    """Raise a ValueError unless sum_i alpha_i h_i^0 = 0, up to rounding.
+
+    Args:
+        shift: h_i^0, with one row per client.
+        ids: numbers of the clients, [n].
+        alpha: weight of the global model, one number or one per client (indexed by id).
+    """
     if alpha is None:
         raise ValueError("init with shift= needs alpha= as well, to check that sum_i alpha_i h_i = 0")
     weights = np.broadcast_to(checked_alpha(alpha), (len(ids),)) if np.ndim(alpha) == 0 else checked_alpha(alpha)[ids]
@@ -109,15 +137,26 @@ def check_shift(shift: PyTree, ids: Array, alpha: ArrayLike | None) -> None:
         if not np.all(np.abs(total) <= 8 * len(ids) * jnp.finfo(leaf.dtype).eps * scale):
             worst = float(np.max(np.abs(total)))
             raise ValueError(
-                f"shift: sum_i alpha_i h_i must be 0 and is {worst:.3g} in some coordinate; allowed: zeros, or rows made by "
-                "scafflix.admissible_shift (h_i = grad f_i alone would make the start a fixed point)"
+                f"shift: sum_i alpha_i h_i must be 0 and is {worst:.3g} in some coordinate; allowed: zeros, or rows "
+                "made by scafflix.admissible_shift (h_i = grad f_i alone would make the start a fixed point)"
             )
 
 
 def admissible_shift(gradients: PyTree, alpha: ArrayLike) -> PyTree:
-    """h_i^0 = grad f_i(xtilde_i^0) - sum_j alpha_j grad f_j(xtilde_j^0) / sum_j alpha_j; costs one extra aggregation.
+    """Control variates to start with, which satisfy sum_i alpha_i h_i = 0.
 
-    Differs: S2 (L1416 takes grad f_i alone, from where the method never moves).
+        h_i^0 = grad f_i(xtilde_i^0) - sum_j alpha_j grad f_j(xtilde_j^0) / sum_j alpha_j
+
+    The sum costs one extra aggregation.
+
+    Args:
+        gradients: grad f_i(xtilde_i^0), with one row per client.
+        alpha: weight of the global model, one number or one per client.
+
+    Returns:
+        h_i^0, a pytree like `gradients`.
+
+    Thesis: Sec. 3.2.  Differs: S2 (the thesis takes grad f_i alone, from where the method never moves).
     """
     weights = np.broadcast_to(checked_alpha(alpha), (len(jax.tree.leaves(gradients)[0]),))
     share = weights / weights.sum()
@@ -143,14 +182,28 @@ def scafflix(
                      h_i      <- h_i + (p/gamma_i) (alpha_i xbar + (1 - alpha_i) x_i* - xtilde_i)
                      xtilde_i <- alpha_i xbar + (1 - alpha_i) x_i*
 
-    The code carries e_i = xtilde_i - alpha_i xbar - (1 - alpha_i) x_i*, which starts every round at 0 and needs no alpha_i.
-    `sample` draws the rows of a stochastic gradient.  `init(params, ids, optimum=..., shift=..., alpha=...)`: x_i* of each
-    client (`flix.local_optima`); h_i^0 is 0, or given together with alpha.  `cohort`: so many clients a round work, send and
-    update h_i; the weights are normalised over them.  Before the first round each client tells the server alpha_i^2/gamma_i.
+    The code stores e_i = xtilde_i - alpha_i xbar - (1 - alpha_i) x_i* instead of xtilde_i.  It is 0 at the start of
+    every round, and it needs no division by alpha_i.  Before the first round each client tells the server
+    alpha_i^2/gamma_i.
 
-    Thesis: Alg. Scafflix (L1263), Thm (L1343).
+    Args:
+        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
+            pytree like `params`).
+        sample: `sample(key, data)` returns the rows of one client's data for one gradient.
+        cohort: number of clients that take part in a round, drawn at random; None is all of them.  Only they train,
+            send and update h_i, and the weights are normalised over them.
+        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        personal: whether clients mix xbar with x_i*.  If False, alpha = 1 and no x_i* is needed.
+
+    Returns:
+        The algorithm.  Its `init(params, ids, optimum=None, shift=None, alpha=None)` takes x_i* with one row per client
+        (`flix.local_optima`), which it needs if `personal`.  `shift` is h_i^0 with one row per client; None is zeros.
+        With `shift`, a personal method also needs `alpha`, to check the invariant.
+
+    Thesis: Alg. 4, Thm 3.2.3.
     Holds if: f_i mu_i-strongly convex, gamma_i <= 1/A_i, x_i* exact, all clients take part.
-    Differs: S1 (the invariant is sum_i alpha_i h_i = 0, not sum_i h_i), S2, S3 (index), S4 (no division by alpha_i), S8 (cohort).
+    Differs: S1 (the invariant is sum_i alpha_i h_i = 0, not sum_i h_i), S2, S3 (index), S4 (no division by alpha_i), S8
+    (cohort).
     """
     rounds.check_cohort(cohort)
 
@@ -198,10 +251,17 @@ def iterations(
     cohort: int | None = None,
     personal: bool = True,
 ) -> Algorithm:
-    """The same method, same coins, same trajectory; one step is one iteration, after which a coin may say: communicate.
+    """Scafflix; one step is one iteration, after which a coin decides whether to communicate.
 
-    This is the thesis's box (L1263) line by line, and what its theorem counts.  `scafflix` is faster: here both branches are
-    computed, and a cohort saves nothing.
+    The coins and the trajectory are those of `scafflix`.  The steps follow Alg. 4 of the thesis line by line and are
+    what Thm 3.2.3 counts.  `scafflix` is faster: each step here computes the iteration with and without a
+    communication, for all clients, so that a cohort saves no time.
+
+    Args:
+        value_and_grad, sample, cohort, personal: as in `scafflix`.
+
+    Returns:
+        The algorithm; `init` as in `scafflix`.
     """
     rounds.check_cohort(cohort)
 
@@ -245,12 +305,31 @@ def iterations(
 
 
 def i_scaffnew(value_and_grad: ValueAndGrad, sample: Sample = local.all_rows, **how: Any) -> Algorithm:
-    """Scafflix without personalization (alpha = 1, no x_i* needed).  Thesis: Alg. i-Scaffnew (L3484)."""
+    """Scafflix without personalization: alpha = 1, and no x_i* is needed.
+
+    Args:
+        value_and_grad, sample: as in `scafflix`.
+        **how: `cohort` and `over` of `scafflix`.
+
+    Returns:
+        The algorithm.
+
+    Thesis: Alg. 9, Sec. B.1.
+    """
     return scafflix(value_and_grad, sample, personal=False, **how)
 
 
 def hparams(gamma: ArrayLike, alpha: ArrayLike, p: float) -> HParams:
-    """HParams that were looked at: gamma > 0, alpha in [0, 1], p in (0, 1]."""
+    """Hyperparameters that were validated: gamma > 0, alpha in [0, 1], p in (0, 1].
+
+    Args:
+        gamma: stepsize, one number or one per client.
+        alpha: weight of the global model, one number or one per client.
+        p: probability that an iteration ends with a communication.
+
+    Returns:
+        The hyperparameters, gamma and alpha in float64.
+    """
     gamma, alpha = np.asarray(gamma, np.float64), checked_alpha(alpha)
     if gamma.ndim > 1 or not np.all(np.isfinite(gamma) & (gamma > 0)):
         raise ValueError(f"gamma={gamma}; allowed: one positive number, or one for each client")
@@ -270,12 +349,24 @@ def theoretical(
     p: float | None = None,
     strict: bool = False,
 ) -> HParams:
-    """gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i), with exact gradients A_i = L_i.
+    """The theorem's hyperparameters: gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i).
 
-    With stochastic gradients (C_i > 0, `theory.expected_smoothness`) and a target `epsilon`: gamma_i of Corollary 2.  A `gamma`
-    of one's own above 1/A_i is outside the theorem: a warning, or with `strict` a ValueError.
+    With exact gradients A_i = L_i.  With stochastic gradients and a target accuracy, gamma_i is that of Cor. 3.2.5.
 
-    Thesis: Cor. 1 (L1386), Cor. 2 (L1395).  Differs: S6 (A_i is that of f_i, without alpha_i^2).
+    Args:
+        A: smoothness constants A_i, [n].
+        mu: strong convexity constants mu_i, one number or [n]; 0 < mu_i <= A_i.
+        alpha: weight of the global model, one number or one per client.
+        C: variance constants C_i of stochastic gradients, [n] (`theory.expected_smoothness`).  Needs `epsilon`.
+        epsilon: target accuracy with stochastic gradients.  Needs `C`.
+        gamma: replaces the theorem's stepsizes.  The theorem does not cover values above 1/A_i: they cause a warning.
+        p: replaces the theorem's p.
+        strict: whether gamma_i > 1/A_i is a ValueError instead of a warning.
+
+    Returns:
+        The hyperparameters.
+
+    Thesis: Cor. 3.2.4, Cor. 3.2.5.  Differs: S6 (A_i is that of f_i, without alpha_i^2).
 
     >>> theoretical(np.array([2.0, 8.0, 1.0]), np.array([0.5, 1.0, 0.1])).gamma.tolist()
     [0.5, 0.125, 1.0]
@@ -299,6 +390,15 @@ def theoretical(
 
 
 def scaffnew(A: Float[np.ndarray, "n"], mu: ArrayLike, p: float | None = None) -> HParams:
-    """One stepsize 1/max A_i for all, alpha = 1, for `i_scaffnew`: the method of Mishchenko et al. (2022)."""
+    """Hyperparameters of Scaffnew (Mishchenko et al., 2022) for `i_scaffnew`: one stepsize 1/max_i A_i, and alpha = 1.
+
+    Args:
+        A: smoothness constants A_i, [n].
+        mu: strong convexity constants, one number or [n].
+        p: probability of a communication; None is that of `theoretical`.
+
+    Returns:
+        The hyperparameters.
+    """
     A = np.asarray(A, np.float64)
     return theoretical(A, mu, gamma=1 / A.max(), p=p)

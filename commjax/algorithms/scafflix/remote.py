@@ -1,4 +1,7 @@
-"""Scafflix in two places: who remembers what, and how a round is closed by the letter that opens the next."""
+"""Scafflix between machines: the client step and the server step.
+
+The download that opens a round contains the move of the round before.  A client finishes that round when it gets it.
+"""
 
 from typing import NamedTuple
 
@@ -14,30 +17,61 @@ from commjax.core.local import Sample, ValueAndGrad
 
 
 class Apart(NamedTuple):
-    """A server that is not where its clients are: it sends the move of the last round, from which they know xbar and close h_i."""
+    """What a remote server remembers.
+
+    The server sends the move of the last round.  From it the clients compute xbar and their new h_i.
+
+    Attributes:
+        round: number of rounds so far.
+        params: xbar.
+        iterations: t, the number of local iterations so far.
+        communications: number of communications so far.
+        move: xbar - (previous xbar) of the last round; 0 before the first round.
+    """
 
     round: Int[Array, ""]
     params: Params
     iterations: Int[Array, ""]
     communications: Int[Array, ""]
-    move: Params  # xbar - (the xbar before), 0 at first
+    move: Params
 
 
 class Away(NamedTuple):
-    """A client there: h_i is that of the last round until its move has come."""
+    """What a remote client remembers.
+
+    Its h_i is that of the last round until the move of that round has arrived.
+
+    Attributes:
+        id: number of the client.
+        drift: e_i at the end of the client's last round.
+        shift: h_i, the control variate.
+        optimum: x_i*, or None without personalization.
+        params: xbar.
+        iterations: t, the number of local iterations so far.
+    """
 
     id: Int[Array, "*n"]
-    drift: PyTree  # e_i with which the last round ended
+    drift: PyTree
     shift: PyTree
     optimum: PyTree
-    params: Params  # xbar
+    params: Params
     iterations: Int[Array, "*n"]
 
 
 def exchange(value_and_grad: ValueAndGrad, sample: Sample, personal: bool) -> Exchange:
-    """A round in two places: up e_i, down the move that they make, which opens the next round.
+    """The client step and the server step of Scafflix for remote clients.
 
-    A client replays the shared coins by itself.  With a cohort there is none: a newcomer is told xbar before, and the move after.
+    A client uploads (alpha_i / gamma_i) e_i.  The download of the next round is the move that these uploads make.  Each
+    client replays the shared coins by itself.  All clients have to take part: a client that joins a cohort later would
+    need the earlier xbar besides the move.
+
+    Args:
+        value_and_grad: (params, rows) -> (loss, gradient) of one client.
+        sample: (key, data) -> rows of one client.
+        personal: whether clients mix xbar with x_i*; otherwise alpha = 1.
+
+    Returns:
+        The exchange.
     """
 
     def start(state: State) -> State:
@@ -66,7 +100,8 @@ def exchange(value_and_grad: ValueAndGrad, sample: Sample, personal: bool) -> Ex
         return client._replace(drift=closed.drift, shift=closed.shift, params=tree.add(client.params, server.move))
 
     def joined(key, hparams, server, ids, up):
-        def weight(id):  # as `upload` has it: all parties know alpha and gamma
+        # The weights of `upload` are computed again instead of sent: all parties know alpha and gamma.
+        def weight(id):
             alpha = own(hparams.alpha, id) if personal else 1.0
             return alpha**2 / own(hparams.gamma, id)
 
