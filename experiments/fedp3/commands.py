@@ -7,7 +7,7 @@
     python -m experiments.fedp3 aggregation --task fashion      simple, weighted, attention (Fig. L1925)
     python -m experiments.fedp3 baselines --task fashion        FedCR and others, what each client deploys (right of Fig. L1810)
     python -m experiments.fedp3 resnet --task cifar10 --model resnet       blocks left out of ResNet-18 (Table L1847)
-    python -m experiments.fedp3 tables --task fashion           the four figures of Fashion-MNIST and the two below, in one file (docs/fedp3.md)
+    python -m experiments.fedp3 tables --task fashion           the four figures of Fashion-MNIST and the two below, in one file (docs/results/fedp3.md)
     python -m experiments.fedp3 privacy                         LDP-FedP3: accuracy against epsilon and bits (`audit`, `theory` beside it)
 
 `ratio` and `local` with `--trained 1 --others masked` (LowerB, layers that are not trained pruned in every step) show more of what pruning
