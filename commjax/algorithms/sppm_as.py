@@ -27,7 +27,8 @@ class HParams(NamedTuple):
         gamma: parameter of the prox.
         rounds: K, the largest number of iterations of the inner solver.
         tolerance: the solver stops where |grad| of the prox objective is at most this.
-        rate: learning rate of the solver, if it has one.
+        rate: learning rate of the solver, if it has one; a tuple of two for solvers with a rate on the clients and one on
+            the server.
     """
 
     gamma: Any
@@ -43,11 +44,13 @@ def check_hparams(hparams: HParams, n: int) -> None:
         hparams: the hyperparameters.  Traced values are skipped.
         n: number of clients; not used.
     """
-    checks.scalars(hparams)
+    checks.scalars(hparams._replace(rate=0.0))
     checks.positive("gamma", hparams.gamma)
     checks.count("rounds", hparams.rounds)
     checks.at_least_zero("tolerance", hparams.tolerance)
-    checks.finite("rate", hparams.rate)
+    for rate in jax.tree.leaves(hparams.rate):
+        checks.scalar("rate", rate)
+        checks.finite("rate", rate)
 
 
 class Server(NamedTuple):

@@ -76,8 +76,18 @@ def count(name: str, value: Any) -> None:
 def scalars(hparams: Any) -> None:
     """ValueError unless every field is one number."""
     for name, value in hparams._asdict().items():
-        if jnp.ndim(value):
-            raise ValueError(f"{name} has shape {jnp.shape(value)}; allowed: one number (for a sweep: runner.sweep)")
+        scalar(name, value)
+
+
+def scalar(name: str, value: Any) -> None:
+    """ValueError unless the value is one number.
+
+    Args:
+        name: of the argument.
+        value: a number, or an array, which may be traced.
+    """
+    if np.ndim(value):
+        raise ValueError(f"{name} has shape {np.shape(value)}; allowed: one number (for a sweep: runner.sweep)")
 
 
 def per_client(name: str, value: Any, n: int) -> None:
