@@ -373,8 +373,7 @@ def evaluated(value_and_grad: Callable, params: PyTree, data: PyTree) -> tuple[A
 
     >>> evaluated(jax.grad(lambda x, data: x**2), jnp.ones(()), ())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss),
-        ...
+    TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass ...
     """
     found = value_and_grad(params, data)
     pair = isinstance(found, tuple) and len(found) == 2 and jax.tree.structure(found[0]) == jax.tree.structure(0)
