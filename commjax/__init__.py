@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         theory,
     )
     from commjax.core.base import Algorithm, Compressor, Constants, Message, Metrics, Round, State
-    from commjax.core.runner import loop, run, sweep
+    from commjax.core.runner import loop, run, stack, sweep
 
 __version__ = "0.1.0"
 
@@ -71,11 +71,12 @@ __all__ = [
     "pruning",
     "run",
     "sampling",
+    "stack",
     "sweep",
     "theory",
 ]
 
-_RUNNER = ("loop", "run", "sweep")
+_RUNNER = ("loop", "run", "stack", "sweep")
 _ROOMS = (
     "algorithms",
     "cli",

@@ -6,6 +6,7 @@ A cohort of clients has several communication rounds before the next cohort is d
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer

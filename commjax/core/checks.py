@@ -131,7 +131,9 @@ def _shown(value: Any) -> str:
 def _name(kind: type) -> str:
     """The text of a type in an error, such as `ef_bv.HParams(gamma, lam, nu)`."""
     fields = getattr(kind, "_fields", None)
-    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" + (f"({', '.join(fields)})" if fields else "")
+    # A method that is a folder is called by the folder's name: scafflix.HParams, not method.HParams.
+    module = kind.__module__.removeprefix("commjax.algorithms.").partition(".method")[0].partition(".communication")[0]
+    return f"{module.rpartition('.')[2]}.{kind.__name__}" + (f"({', '.join(fields)})" if fields else "")
 
 
 def _type(value: Any) -> str:

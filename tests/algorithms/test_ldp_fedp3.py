@@ -298,3 +298,9 @@ def test_a_loss_that_is_not_per_example_is_refused_before_the_run():
     with pytest.raises(ValueError, match=r"every leaf of a client's data must be \[rows"):
         ldp_fedp3.ldp_fedp3(loss).init(jnp.ones(D), IDS, data={"a": jnp.ones((N, 2, 3)), "b": jnp.ones((N, 4))})
     ldp_fedp3.ldp_fedp3(weighted).init(jnp.ones(D), IDS, data=PADDED)
+
+
+def test_noise_without_clipping_is_refused():
+    with pytest.raises(ValueError, match="clip=inf; allowed: positive and finite"):
+        ldp_fedp3.check(ldp_fedp3.HParams(0.1, np.inf, 1.0, 1.0), 4)
+    ldp_fedp3.check(ldp_fedp3.HParams(0.1, np.inf, 0.0, 1.0), 4)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from commjax import algorithms
-from commjax.algorithms import ef_bv, fedavg, scafflix
+from commjax.algorithms import ef_bv, fedavg, scafflix, sppm_as
 from commjax.core import checks, runner
 from commjax.core.base import Algorithm, State
 from commjax.devices import host_clients, parallel
@@ -166,3 +166,11 @@ def test_a_federation_and_a_method_without_a_spec_are_checked_as_far_as_possible
     with pytest.raises(TypeError, match=r"state.server must be fedavg.Server\(round, params\), got ef_bv.Server"):
         run(many=host_clients.start(other, jnp.ones(registry.D), 4))
     checks.hparams_of(algorithm._replace(spec=None), {"anything": 1}, 4)
+
+
+def test_a_solver_of_sppm_as_may_have_two_rates():
+    sppm_as.check_hparams(sppm_as.HParams(1.0, 3, rate=(0.1, 0.01)), 4)
+    with pytest.raises(ValueError, match="rate=nan; allowed: finite"):
+        sppm_as.check_hparams(sppm_as.HParams(1.0, 3, rate=(0.1, np.nan)), 4)
+    with pytest.raises(ValueError, match=r"gamma has shape \(2,\); allowed: one number"):
+        sppm_as.check_hparams(sppm_as.HParams((1.0, 2.0), 3), 4)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
@@ -38,7 +39,9 @@ class HParams(NamedTuple):
 
 
 def check(hparams: HParams, n: int) -> None:
-    """Raise a ValueError unless gamma > 0, clip > 0 (infinity: no clipping), noise >= 0 and 0 < rate <= 1.
+    """Raise a ValueError unless gamma > 0, clip > 0, noise >= 0 and 0 < rate <= 1.
+
+    clip may be infinite (no clipping) only without noise, whose deviation is noise times clip.
 
     Args:
         hparams: the hyperparameters.  Traced values are skipped.
@@ -48,6 +51,8 @@ def check(hparams: HParams, n: int) -> None:
     checks.positive("gamma", hparams.gamma)
     checks.above_zero("clip", hparams.clip)
     checks.at_least_zero("noise", hparams.noise)
+    if not isinstance(hparams.noise, Tracer) and np.all(np.asarray(hparams.noise) > 0):
+        checks.positive("clip", hparams.clip)
     checks.probability("rate", hparams.rate)
 
 
