@@ -1,6 +1,5 @@
 """FedP3 on networks (Chapter 4 of the thesis). Each sub-command makes one figure or table.
 
-<<<<<<< HEAD
     python -m experiments.fedp3 counts                      parameters and bits of every kind of client; seconds
     python -m experiments.fedp3 layers --task fashion       FedAvg, OPU3, OPU2, LowerB (left of Fig. 4.2)
     python -m experiments.fedp3 ratio --task fashion        keep ratios of server-to-client pruning (Fig. 4.3)
@@ -8,21 +7,10 @@
     python -m experiments.fedp3 aggregation --task fashion  simple, weighted, attention (Fig. 4.4)
     python -m experiments.fedp3 baselines --task fashion    FedCR and other methods (right of Fig. 4.2)
     python -m experiments.fedp3 resnet --task cifar10 --model resnet    blocks left out of ResNet-18 (Table 4.1)
-    python -m experiments.fedp3 tables --task fashion       all tables of Fashion-MNIST in one file (docs/fedp3.md)
+    python -m experiments.fedp3 tables --task fashion       all tables of Fashion-MNIST in one file (docs/results/fedp3.md)
     python -m experiments.fedp3 privacy                     LDP-FedP3: accuracy against epsilon and bits
     python -m experiments.fedp3 audit                       the attacks on LDP-FedP3 alone
     python -m experiments.fedp3 theory                      the theorems as numbers
-=======
-    python -m experiments.fedp3 counts                          parameters and bits of every kind of client, no training; seconds
-    python -m experiments.fedp3 layers --task fashion           FedAvg, OPU3, OPU2, LowerB (left of Fig. L1810)
-    python -m experiments.fedp3 ratio --task fashion            keep ratios of server-to-client pruning (Fig. L1868)
-    python -m experiments.fedp3 local --task fashion            local pruning: fixed, uniform, ordered dropout (Table L1888)
-    python -m experiments.fedp3 aggregation --task fashion      simple, weighted, attention (Fig. L1925)
-    python -m experiments.fedp3 baselines --task fashion        FedCR and others, what each client deploys (right of Fig. L1810)
-    python -m experiments.fedp3 resnet --task cifar10 --model resnet       blocks left out of ResNet-18 (Table L1847)
-    python -m experiments.fedp3 tables --task fashion           the four figures of Fashion-MNIST and the two below, in one file (docs/results/fedp3.md)
-    python -m experiments.fedp3 privacy                         LDP-FedP3: accuracy against epsilon and bits (`audit`, `theory` beside it)
->>>>>>> docs-words
 
 `counts` trains nothing. In the thesis's OPU3 a client has only one pruned layer. `ratio` and `local` with
 `--trained 1 --others masked` (LowerB, which prunes the layers that a client does not train in every step) show more of

@@ -17,18 +17,7 @@ from commjax.prox import cohort, solvers
 from commjax.prox.solvers import quasi_newton
 from commjax.sampling import samplings
 from commjax.theory import sppm as theory
-
-N, D = 8, 4
-PROBLEM = quadratic.random(3, N, D, mu=0.5, L=3.0)
-DATA = jax.tree.map(jnp.asarray, PROBLEM)
-CLUSTERS = [np.array([0, 3, 5]), np.array([1, 2]), np.array([4, 6, 7])]
-KEY = jax.random.key(4)
-START = jnp.asarray(np.random.default_rng(0).standard_normal(D))
-EXACT = sppm_as.HParams(2.0, 50, 1e-12)
-
-
-def newton(hparams):
-    return solvers.aicn(1e-9)  # nearly undamped: exact on quadratics
+from tests.algorithms.sppm_as_cases import CLUSTERS, DATA, EXACT, KEY, PROBLEM, SAMPLINGS, START, D, N, after, newton
 
 
 def prox(x, weights, gamma):
@@ -41,18 +30,6 @@ def dense_weights(draw):
     weights = np.zeros(N)
     np.add.at(weights, np.asarray(draw.ids), np.where(draw.mask, draw.weights, 0))
     return weights
-
-
-def after(algorithm, hparams, rounds=1, ids=None, data=DATA):
-    state = algorithm.init(START, jnp.arange(N) if ids is None else ids)
-    for _ in range(rounds):
-        state, metrics = jax.jit(algorithm.step)(KEY, hparams, state, data)
-    return np.asarray(state.server.params), metrics
-
-
-SAMPLINGS = {
-    "stratified": samplings.stratified(CLUSTERS), "block": samplings.block(CLUSTERS), "nice": samplings.nice(N, 3), "full": samplings.full(N),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -109,34 +86,6 @@ def test_devices_do_not_change_the_trajectory(name, hubs):
     wanted, expected = after(algorithm, hparams, 2)
     np.testing.assert_allclose(state.server.params, wanted, rtol=1e-9)
     assert metrics.local_rounds == expected.local_rounds and metrics.bits_hubs == expected.bits_hubs
-
-
-def test_hubs_add_up_to_the_same_and_their_bits_are_counted():
-    hubs = cohort.Hubs.make([0, 1, 1, 0, 1, 0, 1, 1])  # the first cluster has a hub of its own
-    sampling = SAMPLINGS["stratified"]
-    flat, _ = after(sppm_as.sppm_as(quadratic.loss, sampling, newton), EXACT)
-    found, metrics = after(sppm_as.sppm_as(quadratic.loss, sampling, newton, hubs), EXACT)
-    np.testing.assert_allclose(found, flat, rtol=1e-10)
-    met = len({int(hubs.of[i]) for i in np.asarray(sampling.sample(jax.random.fold_in(KEY, 0)).ids)})
-    assert met == 2 and metrics.hub_rounds == metrics.local_rounds
-    assert metrics.bits_hubs == met * 64 * (D + 1) * float(metrics.local_rounds)
-    assert metrics.bits_hubs_down == met * 64 * D * float(metrics.local_rounds)
-    with pytest.raises(ValueError, match="every number from 0 on used"):
-        cohort.Hubs.make([0, 2])
-
-
-def test_a_hub_that_has_the_whole_cohort_talks_to_the_server_once_a_round():
-    """The two prices of `experiments.cohort_squeeze hierarchical`, from the ledger: c1 K + c2, and (c1 + c2) K."""
-    c1, c2 = 0.1, 1.0
-    hubs = cohort.Hubs.make([next(j for j, ids in enumerate(CLUSTERS) if i in ids) for i in range(N)])
-    for name, once in (("block", True), ("stratified", False)):
-        _, metrics = after(sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], newton, hubs), EXACT)
-        met = 1 if once else len(CLUSTERS)
-        exchange = 64 * (D if once else D + 1)  # a model, or a gradient and a value
-        local, between = float(metrics.local_rounds), float(metrics.bits_hubs) / (met * exchange)
-        assert local > 1 and between == float(metrics.hub_rounds) == (1 if once else local)
-        assert c1 * local + c2 * between == pytest.approx(c1 * local + c2 if once else (c1 + c2) * local)
-        assert metrics.bits_hubs_down == met * between * 64 * D
 
 
 def test_averaged_proxes_and_their_two_anchors():
@@ -302,23 +251,6 @@ def test_local_gd_does_not_go_on_from_a_model_that_is_not_finite_and_says_so():
     assert np.all(np.isfinite(metrics.loss)) and np.all(states.server.round == 3)
 
 
-def test_the_cost_is_that_of_the_ledger_flat_under_one_hub_and_over_several():
-    def spent(of):
-        hubs = None if of is None else cohort.Hubs.make(of)
-        algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["stratified"], lambda hparams: quasi_newton.bfgs(), hubs)
-        _, metrics = runner.run(KEY, algorithm, EXACT, algorithm.init(START, jnp.arange(N)), DATA, 3)
-        return sppm_as.cost(metrics, 0.1, 1.0), np.asarray(metrics.local_rounds)
-
-    for of, price in (
-        (None, lambda K: 0.1 * K),
-        (np.zeros(N, int), lambda K: 0.1 * K + 1),
-        (np.arange(N), lambda K: 1.1 * K),
-    ):
-        found, K = spent(of)
-        assert found.shape == (3,) and np.all(K > 1)
-        np.testing.assert_allclose(found, price(K))
-
-
 def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():
     L_i = np.linalg.eigvalsh(PROBLEM.H)[:, -1]
     n, tau = N, 3
@@ -362,44 +294,3 @@ def test_residuals_certify_prox_errors_that_keep_the_inexact_bound():
     distance = np.sum((np.asarray(states.server.params[0]) - x_star) ** 2, axis=1).mean()
     start = float(np.sum((np.asarray(START) - x_star) ** 2))
     assert 1e-8 < b < 1 and distance <= theory.inexact_bound(T, start, gamma, mu, sigma2, b)
-
-
-def test_a_solver_with_local_work_says_why_it_does_not_run_on_a_mesh():
-    algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], lambda hparams: solvers.scaffnew(0.1, 0.5))
-    step = parallel.shard_step(algorithm, parallel.client_mesh(2))
-    with pytest.raises(ValueError, match="on a mesh"):
-        step(KEY, EXACT, algorithm.init(START, jnp.arange(N)), DATA)
-
-
-def test_solvers_that_send_more_vectors_pay_for_them():
-    one, two = (
-        after(sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], newton, vectors=vectors), EXACT)[1]
-        for vectors in (1.0, 2.0)
-    )
-    assert two.bits_up * (D + 1) == one.bits_up * (2 * D + 1) and two.bits_down == one.bits_down
-
-
-@pytest.mark.parametrize("hubs, both", [([0, 1] * (N // 2), 2), ([0] * N, 1)])
-def test_solvers_whose_clients_are_sent_more_vectors_pay_for_them(hubs, both):
-    one, two = (
-        after(
-            sppm_as.sppm_as(quadratic.loss, SAMPLINGS["full"], newton, cohort.Hubs.make(hubs), received=received), EXACT
-        )[1]
-        for received in (1.0, 2.0)
-    )
-    assert two.bits_down == 2 * one.bits_down > 0 and two.bits_up == one.bits_up and two.bits_hubs == one.bits_hubs
-    assert two.bits_hubs_down == both * one.bits_hubs_down > 0  # a hub that has the whole cohort is sent x once
-
-
-def test_memory_grows_with_the_cohort_and_not_with_the_number_of_clients():
-    def working_memory(n, tau, K=EXACT.rounds):
-        data = jax.tree.map(jnp.asarray, quadratic.random(0, n, 16, mu=0.5, L=2.0))
-        algorithm = sppm_as.sppm_as(quadratic.loss, samplings.nice(n, tau), lambda hparams: quasi_newton.bfgs(10))
-        state = algorithm.init(jnp.ones(16), jnp.arange(n))
-        compiled = jax.jit(algorithm.step).lower(KEY, EXACT._replace(rounds=K), state, data).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    one_client = 16 * 16 * 8
-    assert working_memory(256, 4) - working_memory(16, 4) < 16 * one_client  # of 240 more clients; ids are drawn
-    assert working_memory(256, 64) - working_memory(256, 4) > 40 * one_client
-    assert working_memory(256, 4, 5) == working_memory(256, 4, 500)  # nothing is kept of the local rounds

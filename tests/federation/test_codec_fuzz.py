@@ -13,7 +13,7 @@ from commjax.federation import exchange
 from commjax.federation.envelope import HEADER_BYTES
 from tests import registry
 from tests.compressors.test_fuzz import mutations
-from tests.federation.test_exchange import ONCE, PRIVATE, Federation, contract_of
+from tests.federation.exchange_cases import ONCE, PRIVATE, Federation, contract_of
 
 TRIALS = int(os.environ.get("COMMJAX_FUZZ", "1000"))
 

@@ -1,7 +1,5 @@
-"""A run that was killed or that failed goes on to the same bits, and never looks complete before it is."""
+"""A run that was killed, signalled or that failed goes on to the same bits, and never looks complete before it is."""
 
-import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -14,12 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from commjax.cli import main
 from commjax.llm import checkpoints, export, tokens
-from commjax.pruning import scores, stream
-from commjax.pruning.recipe import Recipe, choose
+from commjax.pruning import stream
 from tests.pruning import models
+from tests.pruning.interrupted_cases import WANDA, failing
 
 ROOT = Path(__file__).parents[2]
-WANDA = Recipe(sparsity=0.5, score=choose(scores.wanda))
 SCRIPT = """
 import sys, time
 from commjax.llm import export
@@ -92,19 +89,6 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     assert not list((tmp_path / "out").glob(".*"))
     assert models.files(tmp_path / "out") == models.files(tmp_path / "whole") and not partial.exists()
     assert (tmp_path / "out" / "model-00002-of-00004.safetensors").stat().st_mtime_ns == half
-
-
-def failing(monkeypatch, at):
-    """The disk is full when `at` files of tensors are written."""
-    real, calls = export.write_tensors, []
-
-    def write(path, tensors):
-        calls.append(path)
-        if len(calls) > at:
-            raise OSError("no space left on device")
-        return real(path, tensors)
-
-    monkeypatch.setattr(export, "write_tensors", write)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
@@ -181,107 +165,6 @@ def test_a_foreign_folder_in_the_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"out\.partial exists and is no unfinished run"):
         stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     assert (tmp_path / "out.partial" / "mine").read_text() == "precious"
-
-
-def unfinished(source, out, monkeypatch, blocks=2):
-    """A run that ended when this many of 3 blocks were written."""
-    with monkeypatch.context() as patch:
-        failing(patch, blocks + 1)
-        with pytest.raises(OSError, match="no space left"):
-            stream.prune_folder(source, out, models.windows(), WANDA, progress=False)
-    partial = out.with_name(f"{out.name}.partial")
-    assert len(stream.read_manifest(partial)["blocks"]) == blocks
-    return partial
-
-
-def test_one_byte_of_the_source_anywhere_makes_it_another_run(tmp_path, monkeypatch):
-    """A sample of 64 pages of a file, as there was, does not see a change between them."""
-    source = models.folder(tmp_path / "source", vocab_size=20_000)
-    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
-    path = max(source.glob("*.safetensors"), key=lambda one: one.stat().st_size)
-    size = path.stat().st_size
-    pages = [max(0, size - 4096) * i // 63 for i in range(64)]
-    at = next(at for at in range(size // 2, size, 4) if all(not page <= at < page + 4096 for page in pages))
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1  # the last bit of a float32
-    path.write_bytes(content)
-    before = models.files(partial)
-    with pytest.raises(
-        ValueError, match=rf"of another run: source is {{'{path.name}': '\w{{64}}'}} there, .* here; remove it"
-    ):
-        stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
-    assert models.files(partial) == before
-
-
-@pytest.mark.parametrize("what", ["outer", "first", "last", "lost", "config"])
-def test_a_finished_shard_that_was_altered_is_computed_again(what, tmp_path, monkeypatch, capsys):
-    source = models.folder(tmp_path / "source")
-    stream.prune_folder(source, tmp_path / "whole", models.windows(), WANDA, progress=False)
-    partial = unfinished(source, tmp_path / "out", monkeypatch)
-    number = {"outer": 1, "first": 2, "last": 3, "lost": 3}.get(what, 0)
-    path = partial / (f"model-{number:05d}-of-00004.safetensors" if number else "config.json")
-    if what == "lost":
-        path.unlink()
-    else:
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 4  # in a file of weights, of the last float32
-        path.write_bytes(content)
-    layers = stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA)
-    assert models.files(tmp_path / "out") == models.files(tmp_path / "whole") and len(layers) == 21
-    said = capsys.readouterr().err
-    block = {"first": 0, "last": 1, "lost": 1}.get(what)
-    assert ("is not as it was written" in said) == (block is not None)
-    if block is not None:
-        assert f"{path} is not as it was written: block {block} and those after it are computed again\n" in said
-
-
-def test_the_manifest_has_the_sha256_of_every_shard(tmp_path):
-    source = models.folder(tmp_path / "source")
-    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
-    manifest, found = stream.read_manifest(tmp_path / "out"), models.files(tmp_path / "out")
-    assert manifest["files"] == {name: sha for name, sha in found.items() if name.endswith(".safetensors")}
-    assert len(manifest["files"]) == 4
-    wanted = {name: sha for name, sha in models.files(source).items() if name == "config.json" or "safetensors" in name}
-    wanted.pop(checkpoints.INDEX)
-    assert manifest["source"] == wanted
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda manifest: manifest | {"sparsities": [0.5, 0.5, 0.4]},
-        lambda manifest: manifest | {"blocks": [[], [], [], []]},
-        lambda manifest: manifest | {"files": {}},
-        lambda manifest: {name: value for name, value in manifest.items() if name != "sha256"},
-        lambda manifest: [manifest],
-    ],
-)
-def test_a_manifest_that_was_altered_is_refused(change, tmp_path, monkeypatch):
-    source = models.folder(tmp_path / "source")
-    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
-    (partial / stream.MANIFEST).write_text(json.dumps(change(stream.read_manifest(partial))))
-    before = models.files(partial)
-    with pytest.raises(
-        ValueError,
-        match=r"out\.partial exists and is no unfinished run \(.*manifest\.json (is not as it was|holds a list)",
-    ):
-        stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
-    assert models.files(partial) == before
-
-
-def test_two_processes_do_not_write_one_folder(tmp_path, monkeypatch):
-    source = models.folder(tmp_path / "source")
-    partial = unfinished(source, tmp_path / "out", monkeypatch, 0)
-    handle = os.open(partial, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(
-            ValueError, match=r"out\.partial is being written by another process; allowed: one at a time"
-        ):
-            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
-    finally:
-        os.close(handle)
-    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
 
 
 def signalling(patch, place, name, at, *numbers):

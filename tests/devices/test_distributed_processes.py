@@ -1,4 +1,4 @@
-"""Several processes are one; one that dies stops the others; the job goes on from its checkpoint on other devices."""
+"""Several processes are one; one that dies stops the others; the job goes on from its checkpoint."""
 
 import os
 import re
@@ -13,129 +13,15 @@ import numpy as np
 import pytest
 
 from commjax.core import runner
-from commjax.core.base import State
-from commjax.core.checkpoint import CheckpointError
 from commjax.data import libsvm, partition
 from commjax.data.local_rows import own_rows
-from commjax.devices import distributed, parallel
+from commjax.devices import distributed
 from experiments import launch
 from tests.devices import pair
+from tests.devices.distributed_cases import KEY
 from tests.registry import KINDS, build
 
 ROOT = Path(__file__).parents[2]
-KEY = jax.random.key(3)
-CASE = build("ef-bv comp")
-N = len(CASE.ids)
-
-
-def on_mesh(devices, rounds, n=N, hparams=CASE.hparams, data=CASE.data, params=CASE.params, shift=None, **how):
-    mesh = parallel.client_mesh(devices)
-    ids = distributed.own_ids(n, mesh)
-    own, more = jax.tree.map(lambda leaf: np.asarray(leaf)[ids], (data, {} if shift is None else {"shift": shift}))
-    state = distributed.init(CASE.algorithm, params, n, mesh, **distributed.rows(more, n, mesh))
-    rows = distributed.rows(own, n, mesh)
-    state, record = distributed.loop(
-        KEY, CASE.algorithm, hparams, state, rows, rounds, mesh, n, **{"chunk": 2, "progress": False, **how}
-    )
-    return distributed.gathered(state, n), record
-
-
-def same(found, wanted):
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-13), found, wanted)
-
-
-@pytest.fixture(scope="module")
-def wanted():
-    state, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data, 6)
-    return jax.device_get(state), jax.device_get(metrics)
-
-
-@pytest.mark.parametrize("devices", [1, 3, 8])
-def test_a_run_over_a_mesh_is_the_run(devices, wanted):
-    state, record = on_mesh(devices, 6)
-    same(state, wanted[0])
-    for name in ("loss", "bits_up", "bits_down"):
-        np.testing.assert_allclose(record.metrics[name], getattr(wanted[1], name), rtol=1e-12)
-
-
-def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path, wanted):
-    path = tmp_path / "run"
-    for devices, rounds in ((8, 2), (3, 4), (1, 6)):
-        state, record = on_mesh(devices, rounds, checkpoint=path)
-    same(state, wanted[0])
-    np.testing.assert_allclose(record.metrics["loss"], wanted[1].loss, rtol=1e-10)
-    before = path.stat().st_mtime_ns
-    same(on_mesh(2, 6, checkpoint=path)[0], wanted[0])
-    assert path.stat().st_mtime_ns == before
-
-
-def test_a_checkpoint_of_other_clients_data_or_numbers_is_refused(tmp_path):
-    path = tmp_path / "run"
-    on_mesh(2, 2, checkpoint=path)
-    with pytest.raises(CheckpointError, match=r"clients.* is int32\[8\] there, int32\[7\] here"):
-        on_mesh(2, 4, n=7, checkpoint=path)
-    changed = jax.tree.map(lambda leaf: np.asarray(leaf).copy(), CASE.data)
-    jax.tree.leaves(changed)[0][N - 1] += 1.0
-    with pytest.raises(CheckpointError, match="data is"):
-        on_mesh(2, 4, data=changed, checkpoint=path)
-    with pytest.raises(CheckpointError, match="hparams is"):
-        on_mesh(2, 4, hparams=CASE.hparams._replace(gamma=0.5), checkpoint=path)
-    with pytest.raises(CheckpointError, match="start is"):
-        on_mesh(2, 4, params=CASE.params + 1, checkpoint=path)
-    with pytest.raises(CheckpointError, match="data is"):  # a client that begins elsewhere
-        on_mesh(2, 4, shift=np.ones((N, len(CASE.params))), checkpoint=path)
-    with pytest.raises(ValueError, match=r"num_rounds is 1, but .*run is in round 2 already"):
-        on_mesh(2, 1, checkpoint=path)
-
-
-def test_rows_that_fill_up_the_devices_are_copies_of_the_last_client_and_are_cut_off():
-    mesh = parallel.client_mesh(3)
-    assert distributed.own_ids(7, mesh).tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    state = distributed.init(CASE.algorithm, CASE.params, 7, mesh)
-    assert state.clients.id.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    whole = distributed.gathered(state, 7)
-    assert whole.clients.id.tolist() == list(range(7))
-    again = distributed.scattered(whole, 7, parallel.client_mesh(2))
-    assert again.clients.id.tolist() == [*range(7), 6] and not again.clients.id.sharding.is_fully_replicated
-    with pytest.raises(ValueError, match="n is 8 clients, the state has 7"):
-        distributed.scattered(whole, 8, mesh)
-
-
-def test_rows_and_states_that_do_not_fit_are_refused():
-    mesh = parallel.client_mesh(2)
-    with pytest.raises(ValueError, match=r"this process has 8 of 8 clients \(see own_ids\), got 5 rows"):
-        distributed.rows(np.zeros((5, 2)), 8, mesh)
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
-        distributed.own_ids(0, mesh)
-    state = distributed.init(CASE.algorithm, CASE.params, 8, mesh)
-    with pytest.raises(ValueError, match="state has 8 rows, 9 clients on 2 devices are 10"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 9)
-    with pytest.raises(ValueError, match="data has 7 rows, 8 clients on 2 devices are 8"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh, 8)
-    with pytest.raises(ValueError, match="per_client has 7 rows, 8 clients on 2 devices are 8"):
-        distributed.init(CASE.algorithm, CASE.params, 8, mesh, shift=np.zeros((7, 11)))
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 8, chunk=0)
-
-
-def test_a_run_that_diverges_says_so_and_is_not_saved(tmp_path):
-    path = tmp_path / "run"
-    on_mesh(2, 2, checkpoint=path)
-    good = path.read_bytes()
-    worse = CASE.hparams._replace(gamma=1.7e308)
-    with pytest.raises(runner.DivergedError, match="the loss is not finite in round 1 with"):
-        on_mesh(2, 1, hparams=worse, chunk=1, checkpoint=tmp_path / "new")  # the loss of round 0 is, the params are not
-    assert not (tmp_path / "new").exists() and path.read_bytes() == good
-
-
-def test_a_start_of_each_client_s_own_counts_every_client_once():
-    case = build("ef21")
-    wanted_state = case.algorithm.init(case.params, case.ids[:7], shift=case.per_client["shift"][:7])
-    for devices in (2, 3):  # which do not divide 7
-        mesh = parallel.client_mesh(devices)
-        own = distributed.rows(np.asarray(case.per_client["shift"])[distributed.own_ids(7, mesh)], 7, mesh)
-        found = distributed.init(case.algorithm, case.params, 7, mesh, shift=own)
-        same(distributed.gathered(found, 7), jax.device_get(wanted_state))
 
 
 @pytest.mark.parametrize(
@@ -415,9 +301,3 @@ def test_the_command_line_of_settings_gives_these_settings(tmp_path):
     chosen = settings(tmp_path, process_id=1, progress=False)
     assert tyro.cli(launch.Settings, args=launch.command(chosen)[3:]) == chosen
     assert launch.command(chosen)[:3] == [sys.executable, "-m", "experiments.launch"]
-
-
-def test_a_state_keeps_its_two_places(tmp_path):
-    state = distributed.init(CASE.algorithm, CASE.params, N, parallel.client_mesh(4))
-    assert isinstance(state, State) and state.server.params.sharding.is_fully_replicated
-    assert {piece.data.shape[0] for piece in state.clients.shift.addressable_shards} == {2}

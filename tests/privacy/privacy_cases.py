@@ -1,0 +1,5 @@
+""""""
+
+import jax
+
+KEY = jax.random.key(0)
