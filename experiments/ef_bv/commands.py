@@ -8,7 +8,7 @@
     python -m experiments.ef_bv stepsizes      gamma times 1 to 1024, one vmapped program
 
 Times were measured on 2 cores; where there is none the command was not timed as a whole.  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
-Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by about sqrt(r_av/r) = 0.72 to 0.81 (measured 0.73 to 0.85, README).
+Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by about sqrt(r_av/r) = 0.72 to 0.81 (measured 0.73 to 0.85, docs/results/ef_bv.md).
 A command that was killed goes on when it is given again, finished panels are not run twice; more --rounds go on from fewer.
 Delete results/ef_bv/*.ckpt to begin anew.
 """
