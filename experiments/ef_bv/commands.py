@@ -11,7 +11,7 @@ Times were measured on 2 cores.  A command without a time was not timed as a who
 $COMMJAX_DATA or are downloaded; `--datasets breast_cancer --n 100` needs neither.
 
 Expected: EF-BV needs fewer bits than EF21 for every target gap in all 12 panels, by a factor of about sqrt(r_av/r) =
-0.72 to 0.81 (measured 0.73 to 0.85, README).
+0.72 to 0.81 (measured 0.73 to 0.85).
 
 To resume a command that was killed, give it again; finished panels are not run twice.  More --rounds continue from
 fewer. Delete results/ef_bv/*.ckpt to begin anew.

@@ -5,9 +5,9 @@
     python -m experiments.scafflix inexact             2.7 times the iterations for epsilon = 1e-6 as for 1e-1     0.3
     python -m experiments.scafflix stepsizes           one a client: 42 to 53 rounds against 46 to 56 (mushrooms)  1.7
     python -m experiments.scafflix probability         fewest rounds (26) at half of theory's p, 45 at theory's    0.6
-    python -m experiments.scafflix generalisation      test accuracy against bits; figures in the README             5
-    python -m experiments.scafflix ablations           alpha, cohort size and p of a network; README               3.6
-    python -m experiments.scafflix baselines           Ditto, FedProx, Scaffold and the three above; README          7
+    python -m experiments.scafflix generalisation      test accuracy against bits                                    5
+    python -m experiments.scafflix ablations           alpha, cohort size and p of a network                        3.6
+    python -m experiments.scafflix baselines           Ditto, FedProx, Scaffold and the three above                   7
 
 Each line has what to expect, and the CPU minutes that were measured (networks: `--task fashion --model mlp`, in
 pieces).  LibSVM files come from $COMMJAX_DATA or are downloaded; `--datasets breast_cancer` and `--task digits` need
