@@ -28,8 +28,8 @@ class HParams(NamedTuple):
         gamma: parameter of the prox.
         rounds: K, the largest number of iterations of the inner solver.
         tolerance: the solver stops where |grad| of the prox objective is at most this.
-        rate: learning rate of the solver, if it has one; a tuple of two for solvers with a rate on the clients and one on
-            the server.
+        rate: learning rate of the solver, if it has one; a tuple of two for solvers with a rate on the clients and a
+            rate on the server.
     """
 
     gamma: Any

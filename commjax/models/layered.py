@@ -113,8 +113,8 @@ def _check_patches(layer: Conv) -> None:
     """Refuse a convolution whose patches are not plain slices of its input."""
     if layer.padding != "VALID" or layer.stride != 1:
         raise ValueError(
-            f"statistics: layer {'/'.join(layer.path)} has padding {layer.padding!r} and stride {layer.stride}; allowed: "
-            "convolutions with padding 'VALID' and stride 1"
+            f"statistics: layer {'/'.join(layer.path)} has padding {layer.padding!r} and stride {layer.stride}; "
+            "allowed: convolutions with padding 'VALID' and stride 1"
         )
 
 

@@ -7,7 +7,7 @@
     python -m experiments.fedp3 aggregation --task fashion  simple, weighted, attention (Fig. 4.4)
     python -m experiments.fedp3 baselines --task fashion    FedCR and other methods (right of Fig. 4.2)
     python -m experiments.fedp3 resnet --task cifar10 --model resnet    blocks left out of ResNet-18 (Table 4.1)
-    python -m experiments.fedp3 tables --task fashion       all tables of Fashion-MNIST in one file (docs/results/fedp3.md)
+    python -m experiments.fedp3 tables --task fashion       all tables of Fashion-MNIST in one file
     python -m experiments.fedp3 privacy                     LDP-FedP3: accuracy against epsilon and bits
     python -m experiments.fedp3 audit                       the attacks on LDP-FedP3 alone
     python -m experiments.fedp3 theory                      the theorems as numbers

@@ -19,8 +19,8 @@ from experiments.symwanda import commands as experiment
 
 METHOD = "SymWanda"
 SETTINGS = experiment.Settings(samples=8, most=16, seeds=5, progress=False)
-# A pretrained model, with the windows of docs/results/symwanda.md. With only 16 of the 64 calibration windows, RIA and Wanda are
-# equal (5.369 and 5.370).
+# A pretrained model, with the windows of docs/results/symwanda.md. With only 16 of the 64 calibration windows, RIA and
+# Wanda are equal (5.369 and 5.370).
 STORIES = experiment.Settings(model="stories260K", progress=False)
 
 
