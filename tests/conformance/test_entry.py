@@ -62,7 +62,7 @@ def test_another_method_s_hparams_or_state_a_dict_and_an_int_are_refused_by_ever
     case, spec = build(name), build(name).algorithm.spec
     state = case.init()
     other = State(Other(), state.clients), State(state.server, Other())
-    kind = f"{spec.hparams.__module__.rpartition('.')[2]}.HParams"
+    kind = spec.hparams.__module__.removesuffix(".method").rpartition(".")[2] + ".HParams"
     runs = [runner.run, lambda *inputs: runner.loop(*inputs, progress=False)]
     runs += [lambda *inputs: parallel.run(*inputs, parallel.client_mesh(2))]
     for run in runs:
