@@ -8,9 +8,9 @@ from commjax.core import runner
 from commjax.core.base import State
 from commjax.core.checkpoint import CheckpointError
 from commjax.devices import distributed, parallel
-from tests.devices.distributed_cases import KEY
 from tests.registry import build
 
+KEY = jax.random.key(3)
 CASE = build("ef-bv comp")
 N = len(CASE.ids)
 

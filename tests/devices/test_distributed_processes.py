@@ -18,10 +18,10 @@ from commjax.data.local_rows import own_rows
 from commjax.devices import distributed
 from experiments import launch
 from tests.devices import pair
-from tests.devices.distributed_cases import KEY
 from tests.registry import KINDS, build
 
 ROOT = Path(__file__).parents[2]
+KEY = jax.random.key(3)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_process_that_is_alone_on_its_host_has_all_its_devices(environ, alone)
 
 def test_under_slurm_a_task_a_node_sees_all_gpus_and_a_task_a_gpu_its_own():
     code = (
-        "from commjax import distributed; distributed.start(timeout=20); from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
+        "from commjax.devices import distributed; distributed.start(timeout=20); from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
         "print(CUDA_VISIBLE_DEVICES.value)"
     )
     quiet = {

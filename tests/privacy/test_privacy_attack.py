@@ -10,7 +10,9 @@ import pytest
 from commjax.algorithms.fedp3 import private_training
 from commjax.privacy import mechanism
 from commjax.privacy.accounting import calibrate, certify
-from tests.privacy.privacy_cases import KEY
+
+KEY = jax.random.key(0)
+
 
 # --- the attack
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from commjax.data.stacked import Examples
 from commjax.privacy import mechanism
 from commjax.theory import ldp_fedp3 as theory
-from tests.privacy.privacy_cases import KEY
+
+KEY = jax.random.key(0)
+
 
 # --- clipping and sensitivity
 

@@ -1,5 +1,0 @@
-""""""
-
-import jax
-
-KEY = jax.random.key(0)
