@@ -7,9 +7,9 @@ import pytest
 
 from commjax.algorithms import fedp3
 from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
-from commjax.federation.envelope import HEADER_BYTES
 from commjax.federation.exchange import Contract
 from commjax.problems import quadratic
+from tests.federation import test_exchange
 from tests.federation.exchange_cases import Federation, equal_bits, rows, shared
 from tests.registry import tree_loss
 
@@ -52,7 +52,7 @@ def test_letters_are_the_simulation(way):
             equal_bits(*shared(federation.row(i), rows(state.clients, i)))
         assert (report.bits_up, report.bits_down) == (float(metrics.bits_up), float(metrics.bits_down))
         for messages, bits in ((letters, report.bits_down), (replies, report.bits_up)):
-            assert 8 * sum(len(one) - HEADER_BYTES for one in messages.values()) == bits * N
+            assert 8 * sum(len(one) - test_exchange.HEADER_BYTES for one in messages.values()) == bits * N
             sizes |= {len(one) for one in messages.values()}
     assert len(sizes) > 3  # what a client is sent and sends is its own
 
