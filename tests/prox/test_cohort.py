@@ -179,3 +179,26 @@ def test_only_members_of_a_block_are_counted_where_blocks_have_unequal_sizes():
         assert len(draw.ids) == 3 and float(cohort.price(draw, 4, params)) == members / 4 * 5 * 32
         sizes.add(members)
     assert sizes == {1, 3}
+
+
+@pytest.mark.parametrize("hub", [None, jnp.array([0, 1, 0])], ids=["flat", "hubs"])
+def test_the_oracle_of_the_prox_and_each_client_s_part_are_the_formula(hub):
+    """F = sum_i w_i f_i + |x - center|^2 / (2 gamma), and F = sum_i (w_i / w) F_i with F_i = w f_i + the same square."""
+    rng = np.random.default_rng(3)
+    A, center, x = rng.standard_normal((3, 4, 4)), rng.standard_normal(4), rng.standard_normal(4)
+    H, w, gamma = A @ A.transpose(0, 2, 1), np.array([0.5, 0.0, 1.2]), 0.7
+    drawn = cohort.Cohort(jnp.asarray(H), jnp.asarray(w), hub)
+    oracle = cohort.prox_oracle(
+        lambda params, H: params @ H @ params / 2, lambda x: x, drawn, jnp.asarray(center), gamma, hubs=2
+    )
+    away, fits, grads = x - center, np.einsum("j,ijk,k->i", x, H, x) / 2, H @ x
+    value, grad = oracle.value_and_grad(jnp.asarray(x))
+    np.testing.assert_allclose(value, w @ fits + away @ away / (2 * gamma), rtol=1e-13)
+    np.testing.assert_allclose(grad, w @ grads + away / gamma, rtol=1e-13)
+    np.testing.assert_allclose(oracle.hessian(jnp.asarray(x)), np.tensordot(w, H, 1) + np.eye(4) / gamma, rtol=1e-13)
+    values, rows = oracle.local.value_and_grad(jnp.tile(jnp.asarray(x), (3, 1)))
+    np.testing.assert_allclose(values, w.sum() * fits + away @ away / (2 * gamma), rtol=1e-13)
+    np.testing.assert_allclose(rows, w.sum() * grads + away / gamma, rtol=1e-13)
+    hessians = oracle.local.hessian(jnp.tile(jnp.asarray(x), (3, 1)))
+    np.testing.assert_allclose(hessians, w.sum() * H + np.eye(4) / gamma, rtol=1e-13)
+    np.testing.assert_allclose(oracle.local.weights, w / w.sum(), rtol=1e-15)
