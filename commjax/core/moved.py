@@ -59,6 +59,19 @@ MOVED = {
 }
 
 
+# Rooms that have the name of an old module: what it had is elsewhere now.
+MOVED_NAMES = {
+    "commjax.federation": (
+        "commjax.devices.host_clients",
+        ("Federation", "StoppedError", "cohort_step", "members", "reopen", "run", "start"),
+    ),
+    "commjax.privacy": (
+        "commjax.privacy.mechanism",
+        ("check_per_example", "clip_factor", "clipped_sum", "gaussian_like", "num_rows", "poisson", "present", "single"),
+    ),
+}
+
+
 def message(name: str) -> str:
     """The error text for an old name.
 

@@ -42,7 +42,7 @@ def sqlite(path: str | os.PathLike, rows: int | None = None) -> Feed:
     try:
         from fedjax.core.sqlite_federated_data import SQLiteFederatedData
     except ImportError as error:
-        raise ImportError("fedjax_feed needs fedjax: pip install 'commjax[fedjax]'") from error
+        raise ImportError("integrations.fedjax needs fedjax: pip install 'commjax[fedjax]'") from error
     if not os.path.isfile(path):
         raise ValueError(f"path: there is no file {os.fspath(path)!r}")
     return clients(SQLiteFederatedData.new(os.fspath(path)), rows)

@@ -25,7 +25,7 @@ def source(name: str, split: str, data_dir: str | os.PathLike | None = None) -> 
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise ImportError("tfds_feed needs tensorflow-datasets: pip install 'commjax[data]'") from error
+        raise ImportError("integrations.tfds needs tensorflow-datasets: pip install 'commjax[data]'") from error
     folder = None if data_dir is None else os.fspath(data_dir)
     return cast(Any, tfds.data_source(name, split=split, data_dir=folder))
 

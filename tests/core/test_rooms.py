@@ -91,6 +91,11 @@ def test_old_names_say_the_new_ones():
         importlib.import_module(new)
         with pytest.raises(ImportError, match=f"^{old} is now {new}$"):
             importlib.import_module(old)
+    for package, (new, names) in moved.MOVED_NAMES.items():
+        for name in names:
+            assert getattr(importlib.import_module(new), name)
+            with pytest.raises(ImportError, match=f"^{package}.{name} is now {new}.{name}$"):
+                exec(f"from {package} import {name}")
     with pytest.raises(ImportError, match=r"commjax\.cohorts is now commjax\.sampling\.samplings"):
         exec("from commjax import cohorts")
     with pytest.raises(ImportError, match=r"fedp3_wire is now commjax\.algorithms\.fedp3\.wire"):

@@ -1,6 +1,6 @@
 """The time that compression adds to a training step. Both sides run in one call on one machine.
 
-    python -m experiments.bench.optax_face                   about 2 minutes on 2 cores
+    python -m experiments.bench.optax                   about 2 minutes on 2 cores
 
 The model is a transformer of about 10 million parameters, with Adam, float32 and one device. One side is plain; the
 other compresses the gradient with EF21 to the largest 1 % of every leaf (`commjax.integrations.optax.ef_bv`). The sides
