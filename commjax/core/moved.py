@@ -67,7 +67,16 @@ MOVED_NAMES = {
     ),
     "commjax.privacy": (
         "commjax.privacy.mechanism",
-        ("check_per_example", "clip_factor", "clipped_sum", "gaussian_like", "num_rows", "poisson", "present", "single"),
+        (
+            "check_per_example",
+            "clip_factor",
+            "clipped_sum",
+            "gaussian_like",
+            "num_rows",
+            "poisson",
+            "present",
+            "single",
+        ),
     ),
 }
 
