@@ -1,5 +1,6 @@
-"""One method per file or folder.  Use the modules qualified: `ef_bv.ef_bv(...)`, `ef_bv.HParams`,
-`ef_bv.theoretical(...)`.
+"""One method per file or folder.
+
+Use the modules qualified: `ef_bv.ef_bv(...)`, `ef_bv.HParams`, `ef_bv.theoretical(...)`.
 
 ef_bv                                   EF-BV, EF21, DIANA, gradient descent with compressed messages
 scafflix, flix                          Scafflix, i-Scaffnew, Scaffnew, FLIX

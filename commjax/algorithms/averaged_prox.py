@@ -50,8 +50,9 @@ def check_hparams(hparams: HParams, n: int) -> None:
 
 
 def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
-    """K times: x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center), where (step, center) = center_of(hparams, x_t,
-    x_k).
+    """Average the clients' proxes K times.
+
+        x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center),    (step, center) = center_of(hparams, x_t, x_k)
 
     The residual and the code of a round are the largest of all members in all local rounds, so that one breakdown is
     reported.

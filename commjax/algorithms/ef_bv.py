@@ -79,11 +79,19 @@ class Smoothness(Protocol):
     """
 
     @property
-    def L(self) -> float: ...
+    def L(self) -> float:
+        """Return the constant of f."""
+        ...
+
     @property
-    def L_tilde(self) -> float: ...
+    def L_tilde(self) -> float:
+        """Return the root mean square of the constants of the f_i."""
+        ...
+
     @property
-    def L_max(self) -> float: ...
+    def L_max(self) -> float:
+        """Return the largest constant of the f_i."""
+        ...
 
 
 def ef_bv(

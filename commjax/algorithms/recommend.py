@@ -206,8 +206,7 @@ def pilot(
     rounds: int = 30,
     seeds: int = 3,
 ) -> Pilot:
-    """Simulate SPPM-AS on a quadratic model of the problem, with several samplings, stepsizes and numbers of local
-    rounds.
+    """Simulate SPPM-AS on a quadratic model of the problem, for several samplings, stepsizes and local rounds.
 
     The clients take part in `iterations` steps of L-BFGS, about as many aggregations (`spent`).  Each client then sends
     its gradient and Hessian at the last point.  All else is simulated without the clients: the same `sppm_as`, with the

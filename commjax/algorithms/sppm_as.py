@@ -181,8 +181,10 @@ def sppm_as(
 def _metrics(
     start: Array, result: Result, draw: Draw, n: int, params: Params, vectors: float, received: float, hubs: Hubs | None
 ) -> Metrics:
-    """The metrics of a round; in every evaluation a client receives `received` vectors and sends `vectors` and one
-    value."""
+    """The metrics of a round.
+
+    In every evaluation a client receives `received` vectors and sends `vectors` of them and one value.
+    """
     price = cohort.price(draw, n, params)
     sent = vectors * price + cohort.price(draw, n, start)
     evaluations = result.evaluations.astype(price.dtype)

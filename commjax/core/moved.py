@@ -102,6 +102,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Raise a ModuleNotFoundError for an old name; find nothing else."""
         if fullname in MOVED:
             # Without the argument `name`: with it, `from package import old` would hide this text.
             raise ModuleNotFoundError(message(fullname))

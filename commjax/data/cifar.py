@@ -71,7 +71,7 @@ def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) ->
 
 
 def _decoder():
-    """Pillow's `Image.open`, or None if Pillow is not installed. (matplotlib installs it.)"""
+    """Pillow's `Image.open`, or None if Pillow (which matplotlib installs) is missing."""
     try:
         from PIL import Image
     except ImportError:

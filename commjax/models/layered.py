@@ -47,6 +47,7 @@ class LayeredCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """Apply the module."""
         x = x.astype(self.dtype)
         if self.side is not None:
             spare = self.side - x.shape[1], self.side - x.shape[2]
@@ -82,6 +83,7 @@ class LayeredMlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b ..."]) -> Float[Array, "b classes"]:
+        """Apply the module."""
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         for number, width in enumerate(self.widths, 1):
             x = nn.relu(_dense(width, f"fc{number}", self.dtype)(x))

@@ -45,6 +45,7 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b i j f"]:
+        """Apply the module."""
         size, stride, channels = self.size, self.stride, x.shape[-1]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, self.features), self.dtype)
         if not self.patches:
@@ -96,6 +97,8 @@ class FedjaxCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """Apply the module."""
+
         def dropout(rate: float):
             return nn.Dropout(rate, deterministic=not self.has_rng("dropout"))
 
@@ -129,6 +132,7 @@ class ThesisCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """Apply the module."""
         x = x.astype(self.dtype)
         x = nn.relu(Conv(32, 5, patches=self.patches, dtype=self.dtype)(x))
         x = nn.relu(Conv(64, 5, patches=self.patches, dtype=self.dtype)(x))
@@ -159,6 +163,7 @@ class SmallCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """Apply the module."""
         x = x.astype(self.dtype)
         for width in self.widths:
             x = _pool(nn.relu(Conv(width, 3, "SAME", self.patches, self.dtype)(x)))
@@ -184,6 +189,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b ..."]) -> Float[Array, "b classes"]:
+        """Apply the module."""
         x = _flat(x, self.dtype)
         for width in self.widths:
             x = nn.relu(nn.Dense(width, dtype=self.dtype, param_dtype=self.dtype)(x))
@@ -213,6 +219,7 @@ class ShakespeareLstm(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t vocabulary"]:
+        """Apply the module."""
         x: Any = nn.Embed(self.vocabulary, self.embedding, dtype=self.dtype, param_dtype=self.dtype)(tokens)
         for width in self.widths:
             cell = nn.OptimizedLSTMCell(width, dtype=self.dtype, param_dtype=self.dtype)
@@ -265,7 +272,6 @@ def classification(module: nn.Module) -> Classification:
     >>> problem.loss(params, data).shape, int(problem.accuracy_sums(params, data)[1])
     ((), 2)
     """
-
     begin = jax.jit(module.init)  # compiled once for all seeds
 
     def init(key: Key, inputs: Any) -> PyTree:

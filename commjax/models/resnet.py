@@ -49,6 +49,8 @@ class ResNet18(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """Apply the module."""
+
         def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
             how: dict[str, Any] = {"patches": self.patches, "stride": stride, "use_bias": False, "dtype": self.dtype}
             made = Conv(width, size, "SAME", name=f"{name}_conv", **how)(x)

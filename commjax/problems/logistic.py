@@ -301,7 +301,7 @@ def flix_optimum(
 
 
 def _newton(A, offset, weights, ridge, linear, constant, tol, max_iterations) -> Optimum:
-    """min_x sum_r weights_r log(1 + exp(-(A x + offset)_r)) + ridge/2 |x|^2 + <linear, x> + constant"""
+    """Minimise sum_r weights_r log(1 + exp(-(A x + offset)_r)) + ridge/2 |x|^2 + <linear, x> + constant."""
 
     def value(x: np.ndarray) -> float:
         return float(weights @ np.logaddexp(0, -(A @ x + offset)) + ridge / 2 * x @ x + linear @ x + constant)

@@ -1,5 +1,4 @@
-"""FedCR on layers: each client trains some layers of the shared body and uploads only those (the thesis's
-FedCR-OPU3)."""
+"""FedCR on layers (the thesis's FedCR-OPU3): a client trains some layers of the shared body and uploads only those."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -300,7 +300,13 @@ def messages(
         state: the state before the round.
         data: the data of this client, without a client axis.
         id: number of the client.
-        loss, plan, sample, steps, pruning, local_pruning, others: as in `fedp3`.
+        loss: as in `fedp3`.
+        plan: as in `fedp3`.
+        sample: as in `fedp3`.
+        steps: as in `fedp3`.
+        pruning: as in `fedp3`.
+        local_pruning: as in `fedp3`.
+        others: as in `fedp3`.
 
     Returns:
         The two messages.
@@ -349,7 +355,13 @@ def local_models(
         hparams: the hyperparameters.
         state: the state before the round.
         data: the data of all clients, leading axis n.
-        loss, plan, sample, steps, pruning, local_pruning, others: as in `fedp3`.
+        loss: as in `fedp3`.
+        plan: as in `fedp3`.
+        sample: as in `fedp3`.
+        steps: as in `fedp3`.
+        pruning: as in `fedp3`.
+        local_pruning: as in `fedp3`.
+        others: as in `fedp3`.
         over: maps the computation over the clients.
         use: `use(model, data)` takes the model and the data of one client and returns a pytree, for example an
             accuracy.
@@ -396,7 +408,10 @@ def released(loss: Loss, plan: Plan, sample: Sample, *, steps: int, **how: Any) 
     The released code has the plan `plans.consecutive(layers, n, count, keep=0.9)` and magnitude pruning.
 
     Args:
-        loss, plan, sample, steps: as in `fedp3`.
+        loss: as in `fedp3`.
+        plan: as in `fedp3`.
+        sample: as in `fedp3`.
+        steps: as in `fedp3`.
         **how: other arguments of `fedp3`.
 
     Returns:
@@ -419,7 +434,9 @@ def ledger(
     Args:
         plan: as in `fedp3`.
         params: the params, or their shapes and dtypes.
-        pruning, local_head, local_pruning: as in `fedp3`.
+        pruning: as in `fedp3`.
+        local_head: as in `fedp3`.
+        local_pruning: as in `fedp3`.
 
     Returns:
         {"up": bits up [n], "down": bits down [n]}.

@@ -205,8 +205,10 @@ def _mechanism(capacity: int | None) -> Callable[..., Algorithm]:
 
 
 def _clopper_pearson(hits: int, trials: int, error: float) -> tuple[float, float]:
-    """Confidence limits of a probability: it lies below the first, or above the second, with probability at most
-    `error` each."""
+    """Confidence limits of a probability.
+
+    It lies below the first, or above the second, with probability at most `error` each.
+    """
     from scipy.stats import beta
 
     lower = 0.0 if hits == 0 else float(beta.ppf(error, hits, trials - hits + 1))

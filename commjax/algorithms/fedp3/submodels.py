@@ -220,8 +220,7 @@ def uniform(low: ArrayLike, levels: int = 5, *, everywhere: bool = False) -> Loc
 
 
 def ordered(low: ArrayLike, levels: int = 5, *, everywhere: bool = False) -> LocalPruning:
-    """Ordered dropout: the first ceil(q d_in) inputs and ceil(q d_out) outputs of a layer stay, and as many of its
-    biases.
+    """Ordered dropout keeps the first ceil(q d_in) inputs and ceil(q d_out) outputs of a layer, and as many biases.
 
     After a flattened image the inputs are grouped by channel.  The first channels stay, at every place of the image.
     The inputs of the first layer and the outputs of the final one stay whole.

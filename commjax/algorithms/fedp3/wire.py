@@ -247,7 +247,8 @@ def read_down(
         data: the bytes.
         like: params of the same shapes and dtypes.
         masks: the masks of P_i, needed only if they are drawn from the key and thus not sent.
-        local_head, blocks: as in `write_down`.
+        local_head: as in `write_down`.
+        blocks: as in `write_down`.
 
     Returns:
         The params with which the client starts: 0 outside the masks and `blocks`, and None for a head that is not sent.
@@ -274,7 +275,8 @@ def read_sent(
         data: the bytes.
         like: params of the same shapes and dtypes.
         masks: as in `read_down`.
-        local_head, blocks: as in `write_down`.
+        local_head: as in `write_down`.
+        blocks: as in `write_down`.
 
     Returns:
         The params, and the masks of P_i, None for a leaf that is sent whole.

@@ -102,8 +102,10 @@ def _alpha(hparams, client):
 
 
 def upload(hparams, client):
-    """What a client sends: (alpha_i / gamma_i) e_i, and its weight alpha_i^2 / gamma_i, which the server already
-    knows."""
+    """What a client sends: (alpha_i / gamma_i) e_i.
+
+    The second result is its weight alpha_i^2 / gamma_i, which the server already knows.
+    """
     alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
     return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
 

@@ -258,7 +258,10 @@ def iterations(
     communication, for all clients, so that a cohort saves no time.
 
     Args:
-        value_and_grad, sample, cohort, personal: as in `scafflix`.
+        value_and_grad: as in `scafflix`.
+        sample: as in `scafflix`.
+        cohort: as in `scafflix`.
+        personal: as in `scafflix`.
 
     Returns:
         The algorithm; `init` as in `scafflix`.
@@ -308,7 +311,8 @@ def i_scaffnew(value_and_grad: ValueAndGrad, sample: Sample = local.all_rows, **
     """Scafflix without personalization: alpha = 1, and no x_i* is needed.
 
     Args:
-        value_and_grad, sample: as in `scafflix`.
+        value_and_grad: as in `scafflix`.
+        sample: as in `scafflix`.
         **how: `cohort` and `over` of `scafflix`.
 
     Returns:
