@@ -35,12 +35,30 @@ settings.load_profile("commjax")
 
 # Files that take long to compile or start processes: `pytest -m slow`.
 SLOW = (
-    "algorithms/test_fedcr", "algorithms/test_fedp3", "algorithms/test_sppm_as", "compressors/test_certify", "compressors/test_fuzz",
-    "compressors/test_exact_laws", "conformance/test_devices", "federation/test_codec_fuzz", "devices/test_distributed", "federation/test_exchange", "core/test_kill",
-    "integrations/test_optax", "privacy/test_privacy", "core/test_signals", "core/test_suite", "experiments/", "problems/test_logistic",
-    "models/test_networks", "prox/test_federated_solvers", "prox/test_solvers", "pruning/test_interrupted", "pruning/test_memory",
+    "algorithms/test_fedcr",
+    "algorithms/test_fedp3",
+    "algorithms/test_sppm_as",
+    "compressors/test_certify",
+    "compressors/test_fuzz",
+    "compressors/test_exact_laws",
+    "conformance/test_devices",
+    "federation/test_codec_fuzz",
+    "devices/test_distributed",
+    "federation/test_exchange",
+    "core/test_kill",
+    "integrations/test_optax",
+    "privacy/test_privacy",
+    "core/test_signals",
+    "core/test_suite",
+    "experiments/",
+    "problems/test_logistic",
+    "models/test_networks",
+    "prox/test_federated_solvers",
+    "prox/test_solvers",
+    "pruning/test_interrupted",
+    "pruning/test_memory",
     "pruning/test_regrow",
-)  # fmt: skip
+)
 
 
 def pytest_collection_modifyitems(items):

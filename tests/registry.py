@@ -331,9 +331,19 @@ _LIKE_ANOTHER = {"ef-bv top-k", "ef-bv dithering", "ef-bv l1", "ef-bv leafwise",
 DISTINCT = [name for name in NAMES if name not in _LIKE_ANOTHER]
 # A method of each kind, for what is dear to test and hardly depends on the method.
 KINDS = [
-    "ef-bv comp", "ef-bv m-nice", "ef-bv network", "scafflix", "scafflix cohort", "fedavg cohort", "scaffold", "sppm-as", "fedp3",
-    "fedp3 attention", "ldp-fedp3", "sketched",
-]  # fmt: skip
+    "ef-bv comp",
+    "ef-bv m-nice",
+    "ef-bv network",
+    "scafflix",
+    "scafflix cohort",
+    "fedavg cohort",
+    "scaffold",
+    "sppm-as",
+    "fedp3",
+    "fedp3 attention",
+    "ldp-fedp3",
+    "sketched",
+]
 
 
 @cache

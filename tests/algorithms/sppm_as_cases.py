@@ -30,5 +30,8 @@ def after(algorithm, hparams, rounds=1, ids=None, data=DATA):
 
 
 SAMPLINGS = {
-    "stratified": samplings.stratified(CLUSTERS), "block": samplings.block(CLUSTERS), "nice": samplings.nice(N, 3), "full": samplings.full(N),
-}  # fmt: skip
+    "stratified": samplings.stratified(CLUSTERS),
+    "block": samplings.block(CLUSTERS),
+    "nice": samplings.nice(N, 3),
+    "full": samplings.full(N),
+}

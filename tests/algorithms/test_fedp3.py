@@ -97,9 +97,16 @@ def test_local_models_are_what_clients_have_before_they_throw_layers_away():
             close(jax.tree.map(lambda leaf, i=i: leaf[i], found), wanted)
     half = submodels.ordered(0.5, 3)
     cut = fedp3.local_models(
-        KEY, fedp3.HParams(0.0), state, DATA, loss, MIXED, steps=1, local_pruning=half,
+        KEY,
+        fedp3.HParams(0.0),
+        state,
+        DATA,
+        loss,
+        MIXED,
+        steps=1,
+        local_pruning=half,
         use=lambda model, data: (model["a"]["kernel"], data["x"].shape),
-    )[0]  # fmt: skip
+    )[0]
     assert not np.asarray(cut)[1:3, :, 2:].any() and np.asarray(cut)[0].all()  # client 0 trains `a`
 
 

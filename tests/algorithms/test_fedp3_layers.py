@@ -79,7 +79,12 @@ def test_a_client_without_layers_and_ratios_outside_0_to_1_are_refused():
     ):
         plans.plan(FIVE, [["ffc"], ["fc1"]])
     for n in (0, -1):
-        for make in (plans.everything, lambda *a: plans.opu(*a, 1), lambda *a: plans.consecutive(*a, 1), lambda *a: plans.without(*a, [["fc1"]])):  # fmt: skip
+        for make in (
+            plans.everything,
+            lambda *a: plans.opu(*a, 1),
+            lambda *a: plans.consecutive(*a, 1),
+            lambda *a: plans.without(*a, [["fc1"]]),
+        ):
             with pytest.raises(ValueError, match=f"n={n}; allowed: at least 1 client"):
                 make(FIVE, n)
     with pytest.raises(ValueError, match="no clients"):
@@ -150,7 +155,11 @@ def test_one_client_and_one_plan_and_the_first_row_will_do():
 
 
 def test_plans_are_drawn_from_seed_0_and_prune_nothing_unless_told():
-    for make in (lambda **how: plans.opu(FIVE, 40, 2, **how), lambda **how: plans.lower_b(FIVE, 40, **how), lambda **how: plans.without(FIVE, 40, [["fc1"], ["fc2"]], **how)):  # fmt: skip
+    for make in (
+        lambda **how: plans.opu(FIVE, 40, 2, **how),
+        lambda **how: plans.lower_b(FIVE, 40, **how),
+        lambda **how: plans.without(FIVE, 40, [["fc1"], ["fc2"]], **how),
+    ):
         found, told = make(), make(seed=0, keep=1.0)
         np.testing.assert_array_equal(found.trained, told.trained)
         np.testing.assert_array_equal(found.keep, told.keep)

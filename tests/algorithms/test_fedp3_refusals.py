@@ -26,12 +26,18 @@ def test_bad_options_are_refused(how, words):
 @pytest.mark.parametrize(
     "how, words",
     [
-        ({"pruning": submodels.by_score({"a": scores.ri()})}, "score: none for layer 'b', which is pruned; allowed: one for"),
+        (
+            {"pruning": submodels.by_score({"a": scores.ri()})},
+            "score: none for layer 'b', which is pruned; allowed: one for",
+        ),
         ({"pruning": submodels.by_score({"z": scores.ri()})}, "score: no layer 'z'"),
-        ({"local_pruning": submodels.ordered(np.array([0.5, 0.7]))}, "low: 2 ratios of local pruning; allowed: one number or one for each of 4"),
+        (
+            {"local_pruning": submodels.ordered(np.array([0.5, 0.7]))},
+            "low: 2 ratios of local pruning; allowed: one number or one for each of 4",
+        ),
         ({"local_pruning": submodels.uniform(np.full(3, 0.5))}, "low: 3 ratios of local pruning"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit_the_plan_are_refused(how, words):
     with pytest.raises(ValueError, match=words):
         fedp3.fedp3(loss, MIXED, steps=1, **how).init(PARAMS, IDS)

@@ -38,9 +38,7 @@ WAYS = {
 def test_letters_are_the_simulation(way):
     keep, how = WAYS[way]
     algorithm = fedp3.fedp3(tree_loss, plans.plan(FOUND, TRAINED, keep), steps=2, **how)
-    contract = Contract(
-        algorithm, fedp3.HParams(0.2), lambda ids: algorithm.init(PARAMS, ids), N, KEY
-    )  # fmt: skip
+    contract = Contract(algorithm, fedp3.HParams(0.2), lambda ids: algorithm.init(PARAMS, ids), N, KEY)
     federation, state = Federation(contract, DATA), contract.init(jnp.arange(N))
     step, key = jax.jit(algorithm.step), jax.random.split(KEY)[0]
     sizes = set()

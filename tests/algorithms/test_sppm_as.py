@@ -219,18 +219,24 @@ def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_th
     algorithm, bad = {
         "sppm_as": (
             sppm_as.sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
-            {"gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)], "rounds": [sppm_as.HParams(1.0, 0), sppm_as.HParams(1.0, 2.7)],
-             "tolerance": [sppm_as.HParams(1.0, 5, -1.0), sppm_as.HParams(1.0, 5, np.nan)]},
+            {
+                "gamma": [sppm_as.HParams(gamma, 5) for gamma in (-1.0, 0.0, np.nan)],
+                "rounds": [sppm_as.HParams(1.0, 0), sppm_as.HParams(1.0, 2.7)],
+                "tolerance": [sppm_as.HParams(1.0, 5, -1.0), sppm_as.HParams(1.0, 5, np.nan)],
+            },
         ),
         "fedprox": (
             averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, lambda h: solvers.gradient_descent(4.0)),
-            {"gamma": [averaged_prox.HParams(-1.0, 3, 1e-3, most=5)], "rounds": [averaged_prox.HParams(1.0, 0, 1e-3, most=5)]},
+            {
+                "gamma": [averaged_prox.HParams(-1.0, 3, 1e-3, most=5)],
+                "rounds": [averaged_prox.HParams(1.0, 0, 1e-3, most=5)],
+            },
         ),
         "local_gd": (
             local_gd.mb_local_gd(jax.value_and_grad(quadratic.loss), sampling),
             {"stepsize": [local_gd.HParams(-1.0, 2)], "steps": [local_gd.HParams(0.1, 0)]},
         ),
-    }[which]  # fmt: skip
+    }[which]
     state = algorithm.init(START, jnp.arange(N))
     compiled = jax.jit(algorithm.step)
     for name, settings in bad.items():

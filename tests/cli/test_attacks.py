@@ -93,23 +93,44 @@ CONFIG = {
     "empty": (write("model/config.json", ""), "model/config.json is not JSON"),
     "a list": (write("model/config.json", "[1]"), "model/config.json holds a list"),
     "no UTF-8": (write("model/config.json", b'{"a": "\xff\xfe"}'), "model/config.json is not JSON"),
-    "5000 digits": (write("model/config.json", '{"model_type": "llama", "hidden_size": 1' + "0" * 5000 + "}"), "config.json is not JSON"),
+    "5000 digits": (
+        write("model/config.json", '{"model_type": "llama", "hidden_size": 1' + "0" * 5000 + "}"),
+        "config.json is not JSON",
+    ),
     "layers": (config(num_hidden_layers=10**9), "config.json: num_hidden_layers=1000000000; allowed: 1 to 4096"),
-    "layers that are not there": (config(num_hidden_layers=4096), "model: .* missing tensors, first 'model.layers.10.input"),
+    "layers that are not there": (
+        config(num_hidden_layers=4096),
+        "model: .* missing tensors, first 'model.layers.10.input",
+    ),
     "hidden": (config(hidden_size=10**12), "config.json: hidden_size=1000000000000; allowed: 1 to 131072"),
     "vocabulary": (config(vocab_size=10**10), "config.json: vocab_size=10000000000; allowed: 1 to 4194304"),
-    "intermediate": (config(intermediate_size=10**10), "config.json: intermediate_size=10000000000; allowed: 1 to 1048576"),
+    "intermediate": (
+        config(intermediate_size=10**10),
+        "config.json: intermediate_size=10000000000; allowed: 1 to 1048576",
+    ),
     "heads": (config(num_attention_heads=10**9), "config.json: num_attention_heads=1000000000; allowed: 1 to 4096"),
     "head size": (config(head_dim=10**9), "config.json: head_dim=1000000000; allowed: 1 to 16384"),
-    "length": (config(max_position_embeddings=10**400), "max_position_embeddings=a number of 1329 bits; allowed: 1 to 134217728"),
-    "theta": (config(rope_theta=10**400), "config.json: rope_theta=a number of 1329 bits; allowed: a positive number, 1e[+]30"),
+    "length": (
+        config(max_position_embeddings=10**400),
+        "max_position_embeddings=a number of 1329 bits; allowed: 1 to 134217728",
+    ),
+    "theta": (
+        config(rope_theta=10**400),
+        "config.json: rope_theta=a number of 1329 bits; allowed: a positive number, 1e[+]30",
+    ),
     "infinite theta": (config(rope_theta=float("inf")), "config.json: rope_theta=inf; allowed: a positive number"),
     "eps": (config(rms_norm_eps=float("nan")), "config.json: rms_norm_eps=nan; allowed: a positive number"),
-    "OPT sizes": (config(model_type="opt", architectures=None, ffn_dim=10**11), "config.json: ffn_dim=100000000000; allowed: 1 to 1048576"),
+    "OPT sizes": (
+        config(model_type="opt", architectures=None, ffn_dim=10**11),
+        "config.json: ffn_dim=100000000000; allowed: 1 to 1048576",
+    ),
     "type": (config(model_type=["llama"]), r"config.json: model_type=\['llama'\]; allowed: 'llama', 'opt'"),
     "code": (config(architectures=["Mine"]), "config.json: architectures="),
-    "long value": (config(hidden_size="9" * 10**6), "config.json: hidden_size='999.* [.]{3} .*; allowed: a whole number"),
-}  # fmt: skip
+    "long value": (
+        config(hidden_size="9" * 10**6),
+        "config.json: hidden_size='999.* [.]{3} .*; allowed: a whole number",
+    ),
+}
 WEIGHTS = {
     "deep index": (index(DEEP), "model.safetensors.index.json is not JSON: nested too deeply"),
     "index without map": (index("{}"), "index.json has no weight_map"),
@@ -117,30 +138,51 @@ WEIGHTS = {
     "index of nothing": (index('{"weight_map": {"a": "b"}}'), "index.json names 'b', which is not there"),
     "cut": (weights(lambda content: content[:-100]), "safetensors is not a readable safetensors file"),
     "empty weights": (weights(lambda content: b""), "safetensors is not a readable safetensors file"),
-    "header of 2^63": (weights(lambda content: struct.pack("<Q", 2**63) + content[8:]), "is not a readable safetensors file"),
+    "header of 2^63": (
+        weights(lambda content: struct.pack("<Q", 2**63) + content[8:]),
+        "is not a readable safetensors file",
+    ),
     "deep header": (header("[" * 50_000), "is not a readable safetensors file"),
-    "header of a huge tensor": (header('{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}'), "is not a readable"),
-}  # fmt: skip
+    "header of a huge tensor": (
+        header('{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}'),
+        "is not a readable",
+    ),
+}
 TEXTS = {
-    **{f"cut {kind}": (packed(kind, lambda content: content[:-9]), f"text.txt.{kind} cannot be unpacked as .{kind}") for kind in PACK},
-    **{f"no {kind}": (write(f"text.txt.{kind}", TEXT), f"text.txt.{kind} cannot be unpacked as .{kind}") for kind in PACK},
+    **{
+        f"cut {kind}": (packed(kind, lambda content: content[:-9]), f"text.txt.{kind} cannot be unpacked as .{kind}")
+        for kind in PACK
+    },
+    **{
+        f"no {kind}": (write(f"text.txt.{kind}", TEXT), f"text.txt.{kind} cannot be unpacked as .{kind}")
+        for kind in PACK
+    },
     "deep text": (write("text.json", DEEP), "text.json is not JSON: nested too deeply"),
     "deep line": (write("text.jsonl", f'"a"\n{DEEP}\n'), "text.jsonl is not JSON: nested too deeply"),
     "torn JSON": (write("text.json", '["a'), "text.json is not JSON"),
     "numbers": (write("text.json", "3"), "text.json is not json of texts: TypeError"),
     "bytes": (write("text.txt", b"\xff" * 1000), "text.txt is not UTF-8 text"),
     "no text": (write("text.txt", ""), "text.txt: ids has 1 tokens"),
-}  # fmt: skip
+}
 TOKENIZERS = {
-    "cut tokenizer": (write("model/tokenizer.bin", b"\x06\0\0\0abc"), "model/tokenizer.bin is not a llama2.c tokenizer"),
+    "cut tokenizer": (
+        write("model/tokenizer.bin", b"\x06\0\0\0abc"),
+        "model/tokenizer.bin is not a llama2.c tokenizer",
+    ),
     "empty tokenizer": (write("model/tokenizer.bin", b""), "model/tokenizer.bin is not a llama2.c tokenizer"),
     "negative tokenizer": (write("model/tokenizer.bin", struct.pack("<ifi", 9, 0.0, -5)), "token 0 has length -5"),
-    "other vocabulary": (config(vocab_size=100), "model: model.embed_tokens.weight has shape|model: lm_head.weight has shape"),
-}  # fmt: skip
+    "other vocabulary": (
+        config(vocab_size=100),
+        "model: model.embed_tokens.weight has shape|model: lm_head.weight has shape",
+    ),
+}
 OPTIONS = {
     "seed": (["--seed", str(2**70)], "seed=1180591620717411303424; allowed: 0 to 4294967295"),
     "negative seed": (["--seed", "-1"], "seed=-1; allowed: 0 to 4294967295"),
-    "samples": (["--samples", str(10**9)], "samples=1000000000 windows of 16 tokens; allowed: 131072 windows, 67108864 tokens"),
+    "samples": (
+        ["--samples", str(10**9)],
+        "samples=1000000000 windows of 16 tokens; allowed: 131072 windows, 67108864 tokens",
+    ),
     "no samples": (["--samples", "-3"], "count=-3; allowed"),
     "window": (["--window", str(10**9)], "window=1000000000; allowed: 2 to max_position_embeddings=32"),
     "batch": (["--batch-size", "0"], "batch_size=0; allowed: at least 1"),
@@ -160,7 +202,7 @@ OPTIONS = {
     "text is a folder": (["--calibration", "model"], "Is a directory: 'model'"),
     "text is nowhere": (["--calibration", "nowhere"], "No such file or directory: 'nowhere'"),
     "bin": (["--model", "model/tokenizer.bin"], "model/tokenizer.bin"),
-}  # fmt: skip
+}
 PARSED = {
     "no command": ([], "Missing subcommand .*prune, perplexity"),
     "no such command": (["drop"], "Unrecognized options: drop"),

@@ -80,8 +80,11 @@ def recipe(monkeypatch):
 def test_every_option_reaches_the_recipe(here, recipe):
     found = recipe("--pattern 2:4 --regrow r2dsnot --cycles 7 --regrow-mlp", method="stochria", beta=0.5)
     assert found == Recipe(
-        pattern=(2, 4), score=choose(scores.stoch_ria, beta=0.5), regrow=choose(regrow.r2_dsnot, cycles=7), regrow_layers=("",)
-    )  # fmt: skip
+        pattern=(2, 4),
+        score=choose(scores.stoch_ria, beta=0.5),
+        regrow=choose(regrow.r2_dsnot, cycles=7),
+        regrow_layers=("",),
+    )
     found = recipe(
         "--regrow dsnot --spread 0.05 --outlier-multiple 7 --threshold 0.2 --power 0.5 --same-sign True --p inf"
     )
@@ -104,9 +107,16 @@ def test_every_score_of_the_chapter_is_reached(here, recipe):
         assert recipe(line).score == score
     line = "--regrow r2dsnot --relative-grow False --relative-prune True --gamma-grow 0.1 --gamma-prune 0.2 --regularizer in"
     assert recipe(f"{line} --regularizer-p inf --regrow-alpha 1 --literal True").regrow == choose(
-        regrow.r2_dsnot, relative_grow=False, relative_prune=True, gamma_grow=0.1, gamma_prune=0.2, regularizer="in",
-        p=math.inf, alpha=1.0, literal=True,
-    )  # fmt: skip
+        regrow.r2_dsnot,
+        relative_grow=False,
+        relative_prune=True,
+        gamma_grow=0.1,
+        gamma_prune=0.2,
+        regularizer="in",
+        p=math.inf,
+        alpha=1.0,
+        literal=True,
+    )
 
 
 def test_python_m_commjax(here):
@@ -165,7 +175,10 @@ def test_a_llama2c_file_is_a_model(tmp_path, monkeypatch, capsys):
         ({"method": "ria", "p": 0.5}, "p=0.5; allowed: 0, or at least 1 (math.inf included)"),
         ({"method": "ria", "shared": "True"}, "shared=True with method ria; allowed: alpha, p, axes, join"),
         ({"method": "wanda", "join": "root"}, "join=root with method wanda; allowed: alpha"),
-        ({"regrow": "dsnot", "gamma-grow": 1}, "gamma_grow=1.0 with regrow dsnot; allowed: cycles, threshold, power, same_sign"),
+        (
+            {"regrow": "dsnot", "gamma-grow": 1},
+            "gamma_grow=1.0 with regrow dsnot; allowed: cycles, threshold, power, same_sign",
+        ),
         ({"cycles": 3}, "cycles=3 with no regrow; allowed: no options"),
         ({"outlier-multiple": 3}, "outlier_multiple=3.0 without a spread; allowed: with one (OWL)"),
         ({"spread": 0.1, "outlier-multiple": 0}, "outlier_multiple=0.0; allowed: finite, above 0"),
@@ -174,13 +187,22 @@ def test_a_llama2c_file_is_a_model(tmp_path, monkeypatch, capsys):
         ({"tokenizer": "model/tokenizer.bin"}, "tokenizer='model/tokenizer.bin'; allowed: with a .bin model only"),
         ({"calibration": "nothing"}, "[Errno 2] No such file or directory: 'nothing'"),
         ({"calibration": "short.txt"}, "short.txt: ids has 7 tokens; allowed: more than one window of length=16"),
-        ({"calibration": "short.json"}, "short.json: none of 2 documents has more than length=16 tokens; allowed: at least one"),
-        ({"calibration": "odd.json"}, "odd.json holds no list of texts; allowed: strings, or objects with a string 'text'"),
+        (
+            {"calibration": "short.json"},
+            "short.json: none of 2 documents has more than length=16 tokens; allowed: at least one",
+        ),
+        (
+            {"calibration": "odd.json"},
+            "odd.json holds no list of texts; allowed: strings, or objects with a string 'text'",
+        ),
         ({"calibration": "torn.jsonl"}, "torn.jsonl is not jsonl of texts: KeyError('text')"),
-        ({"model": "nowhere"}, "no nowhere/config.json; allowed: a model folder of Hugging Face, with config.json and *.safetensors"),
+        (
+            {"model": "nowhere"},
+            "no nowhere/config.json; allowed: a model folder of Hugging Face, with config.json and *.safetensors",
+        ),
         ({"out": "model"}, "folder='model' exists; allowed: a new folder"),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_line_and_nothing_is_written(changes, message, here, capsys):
     (here / "short.txt").write_text("short")
     (here / "short.json").write_text('["short", "texts"]')

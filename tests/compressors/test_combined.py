@@ -171,9 +171,15 @@ def test_joint_compressors_agree_on_one_event_and_leaves_do_not():
 
 @pytest.mark.parametrize(
     "compressor, factor",
-    [(rand_k(254), 257 / 254), (comp(254, 257), 257 / 254), (m_nice(254), 257 / 254), (scaled(0.997, identity()), 0.997), (perm_k(), 257)],
+    [
+        (rand_k(254), 257 / 254),
+        (comp(254, 257), 257 / 254),
+        (m_nice(254), 257 / 254),
+        (scaled(0.997, identity()), 0.997),
+        (perm_k(), 257),
+    ],
     ids=lambda one: getattr(one, "name", ""),
-)  # fmt: skip
+)
 def test_factors_that_half_precision_does_not_hold_are_rounded_with_the_product_only(compressor, factor):
     x = jnp.linspace(1, 2, 257).astype(jnp.bfloat16)
     wanted = (np.float32(factor) * np.asarray(x, np.float32)).astype(x.dtype)

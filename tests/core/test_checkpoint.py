@@ -163,10 +163,25 @@ def forged(path, arrays, **metadata):
 @pytest.mark.parametrize(
     "structure",
     [
-        None, "", "{", "null", "3", '"text"', "[]", '["x"]', "[" * 100_000, '{"a":' * 100_000, '{"[\'x\']": 3}', '{"[\'x\']": null}',
-        '{"[\'x\']": {"[\'x\']": "float64[2]"}}', '{"[\'x\']": ["float64[2]"]}', "9" * 5000, "NaN", "\ud800",
+        None,
+        "",
+        "{",
+        "null",
+        "3",
+        '"text"',
+        "[]",
+        '["x"]',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "{\"['x']\": 3}",
+        "{\"['x']\": null}",
+        '{"[\'x\']": {"[\'x\']": "float64[2]"}}',
+        '{"[\'x\']": ["float64[2]"]}',
+        "9" * 5000,
+        "NaN",
+        "\ud800",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("part", ["structure", "identity"])
 def test_metadata_of_other_types_or_endless_depth_is_refused(tmp_path, part, structure):
     metadata = {"structure": STRUCTURE, "identity": "{}", part: structure}

@@ -235,10 +235,14 @@ def test_a_sweep_in_chunks_is_the_sweep_and_resumes_and_outlives_a_diverging_set
     same_record(again, record)
 
 
-@pytest.mark.parametrize("chunk, rounds, message", [
-    (0, 3, "chunk must be at least 1, got 0"), (-1, 3, "chunk must be at least 1, got -1"),
-    (5, -1, "num_rounds must be an integer of at least 0, got -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chunk, rounds, message",
+    [
+        (0, 3, "chunk must be at least 1, got 0"),
+        (-1, 3, "chunk must be at least 1, got -1"),
+        (5, -1, "num_rounds must be an integer of at least 0, got -1"),
+    ],
+)
 def test_bad_numbers_of_rounds_are_refused(chunk, rounds, message):
     with pytest.raises(ValueError, match=message):
         loop(rounds, chunk=chunk)

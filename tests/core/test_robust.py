@@ -112,7 +112,13 @@ def distance(state):
 @pytest.mark.parametrize("kind", ["nan", "far"])
 def test_a_method_with_a_robust_reducer_stays_with_the_honest_clients_on_any_number_of_devices(kind):
     algorithm = fedavg.fedavg(VALUE_AND_GRAD, steps=2, cohort=7, reduce=robust.median())
-    inputs = (KEY, algorithm, fedavg.HParams(0.2), algorithm.init(start(jnp.float64), jnp.arange(N)), with_wrong_clients(kind))  # fmt: skip
+    inputs = (
+        KEY,
+        algorithm,
+        fedavg.HParams(0.2),
+        algorithm.init(start(jnp.float64), jnp.arange(N)),
+        with_wrong_clients(kind),
+    )
     state, metrics = runner.run(*inputs, 30)
     assert distance(state) < 20 and np.isfinite(state.server.params).all()
     assert kind == "far" or np.isfinite(metrics.loss).all()

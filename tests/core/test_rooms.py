@@ -35,9 +35,20 @@ MAY_IMPORT = {
     "cli": {"llm", "pruning"},
 }
 EXTRAS = (
-    "array_record", "dp_accounting", "fedjax", "flwr", "importlib_resources", "lm_eval", "matplotlib", "scipy", "sklearn",
-    "tensorflow_datasets", "torch", "transformers", "tyro",
-)  # fmt: skip
+    "array_record",
+    "dp_accounting",
+    "fedjax",
+    "flwr",
+    "importlib_resources",
+    "lm_eval",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "tensorflow_datasets",
+    "torch",
+    "transformers",
+    "tyro",
+)
 
 
 def imported_rooms(path: Path) -> set[str]:

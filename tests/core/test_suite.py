@@ -20,8 +20,12 @@ def test_a_lost_worker_ends_the_run_with_the_name_of_the_test(tmp_path, what):
     options = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-o", "timeout=4", "-p", "no:cacheprovider"]
     found = subprocess.run(
         [sys.executable, "-m", "pytest", *options, tmp_path],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert found.returncode == 1, found.stdout
     assert "crashed while running 'test_it.py::test_bad'" in found.stdout
 

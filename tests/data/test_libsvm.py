@@ -107,8 +107,11 @@ def test_an_array_that_no_memory_holds_is_refused_before_it_is_made(tmp_path):
     path = tmp_path / "wide"
     for text, message in (
         ("1 999999999:1\n2 1:1\n", r"wide, line 1: index 999999999; allowed: 1 to 33554432"),
-        ("1 33554432:1\n2 1:1\n" * 20, r"wide: 40 rows of 33554432 features are 1342177280 numbers; allowed: 1073741824 at most"),
-    ):  # fmt: skip
+        (
+            "1 33554432:1\n2 1:1\n" * 20,
+            r"wide: 40 rows of 33554432 features are 1342177280 numbers; allowed: 1073741824 at most",
+        ),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             libsvm.read(path)

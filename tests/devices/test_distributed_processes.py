@@ -58,9 +58,14 @@ def test_under_slurm_a_task_a_node_sees_all_gpus_and_a_task_a_gpu_its_own():
 
     for tasks, wanted in (("1", "all"), ("2", "0")):  # JAX would say 0 to both
         done = started(
-            SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0",
-            SLURM_STEP_TASKS_PER_NODE=tasks, JAX_COORDINATOR_PORT=str(launch.free_port()),
-        )  # fmt: skip
+            SLURM_JOB_ID="1",
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="1",
+            SLURM_PROCID="0",
+            SLURM_LOCALID="0",
+            SLURM_STEP_TASKS_PER_NODE=tasks,
+            JAX_COORDINATOR_PORT=str(launch.free_port()),
+        )
         assert done.returncode == 0 and done.stdout.strip() == wanted, done.stderr[-2000:]
         assert "asking the cluster for the other processes" in done.stderr
     done = started(SLURM_JOB_ID="1")  # sbatch without srun
@@ -109,10 +114,16 @@ def file(tmp_path_factory):
 def settings(folder, **how):
     return launch.Settings(
         **{
-            "clients": 9, "rounds": 40, "chunk": 2, "heartbeat": 10, "checkpoint": str(folder / "run.ckpt"), "out": str(folder / "record"),
-            "progress": True, **how,
+            "clients": 9,
+            "rounds": 40,
+            "chunk": 2,
+            "heartbeat": 10,
+            "checkpoint": str(folder / "run.ckpt"),
+            "out": str(folder / "record"),
+            "progress": True,
+            **how,
         }
-    )  # fmt: skip
+    )
 
 
 def spawn(chosen, **more):
@@ -187,10 +198,13 @@ def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
     both = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.devices.pair", address, str(process), str(file)],
-            env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
         for process, file in enumerate(files)
-    ]  # fmt: skip
+    ]
     try:
         names = KINDS
         cases = [build(name) for name in names]

@@ -231,7 +231,9 @@ def test_a_message_that_is_not_finite_stops_the_run_with_its_client_and_the_last
             rows[3] = number
         return rows
 
-    with pytest.raises(host_clients.StoppedError, match=r"round 2: DivergedError: round 2: the messages .* of clients \[\d+\] are not") as stopped:  # fmt: skip
+    with pytest.raises(
+        host_clients.StoppedError, match=r"round 2: DivergedError: round 2: the messages .* of clients \[\d+\] are not"
+    ) as stopped:
         run_of(nice_ef_bv(50)[2], 5, spoiled)
     found = stopped.value.federation
     assert isinstance(stopped.value.__cause__, runner.DivergedError) and int(found.server.round) == 2

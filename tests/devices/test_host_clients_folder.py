@@ -148,9 +148,16 @@ def test_a_damaged_file_is_refused_by_name_and_not_mended(tmp_path, change):
     half[-5] ^= 4
     nested = good[:10] + b"(" * 118 + good[128:]
     bad = {
-        "cut": good[:-1], "row": good[:-32], "empty": b"", "longer": good + b"\0", "header": good[:20], "nested": nested,
-        "server": good[:-1], "bit": bytes(half), "dtype": good.replace(b"<f8", b"<i8"),
-    }  # fmt: skip
+        "cut": good[:-1],
+        "row": good[:-32],
+        "empty": b"",
+        "longer": good + b"\0",
+        "header": good[:20],
+        "nested": nested,
+        "server": good[:-1],
+        "bit": bytes(half),
+        "dtype": good.replace(b"<f8", b"<i8"),
+    }
     file.unlink() if change == "gone" else file.write_bytes(bad[change])
     before = files_of(tmp_path / "rows")
     with pytest.raises(CheckpointError, match=file.name):

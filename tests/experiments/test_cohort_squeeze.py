@@ -18,9 +18,20 @@ from experiments.cohort_squeeze import networks as cohort_squeeze_networks
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return cohort_squeeze.Settings(
-        datasets=("breast_cancer",), clusters=4, per_cluster=3, gammas=(1.0, 100.0), most_local=3, rounds=12, localgd=(0.1,), seeds=2, cap=40,
-        absolute=(1.0, 0.1), relative=(0.05,), out=tmp_path_factory.mktemp("cohort"), progress=False,
-    )  # fmt: skip
+        datasets=("breast_cancer",),
+        clusters=4,
+        per_cluster=3,
+        gammas=(1.0, 100.0),
+        most_local=3,
+        rounds=12,
+        localgd=(0.1,),
+        seeds=2,
+        cap=40,
+        absolute=(1.0, 0.1),
+        relative=(0.05,),
+        out=tmp_path_factory.mktemp("cohort"),
+        progress=False,
+    )
 
 
 def fake(distance, local_rounds):
@@ -133,9 +144,22 @@ def test_clusters_that_are_too_small_are_refused(settings):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return cohort_squeeze_networks.Settings(
-        task="digits", clients=6, rows=40, cohort=3, local=(1, 3), steps=(1, 4), rounds=6, tune_rounds=2, rates=(0.01,), stepsizes=(0.3,),
-        targets=(0.2, 1.01), c1=(0.1, 1.0), seeds=2, out=tmp_path_factory.mktemp("networks"), progress=False,
-    )  # fmt: skip
+        task="digits",
+        clients=6,
+        rows=40,
+        cohort=3,
+        local=(1, 3),
+        steps=(1, 4),
+        rounds=6,
+        tune_rounds=2,
+        rates=(0.01,),
+        stepsizes=(0.3,),
+        targets=(0.2, 1.01),
+        c1=(0.1, 1.0),
+        seeds=2,
+        out=tmp_path_factory.mktemp("networks"),
+        progress=False,
+    )
 
 
 def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_cost(tiny):
@@ -148,8 +172,9 @@ def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_
     ours, theirs = cohort_squeeze_networks.measure(tiny)
     for row in rows[:3]:
         best = min(
-            (row["c1"] * K + row["c2"]) * cohort_squeeze_networks.rounds_to(records, 0.2).mean() for K, (_, _, records) in ours.items()
-        )  # fmt: skip
+            (row["c1"] * K + row["c2"]) * cohort_squeeze_networks.rounds_to(records, 0.2).mean()
+            for K, (_, _, records) in ours.items()
+        )
         assert row["sppm"] == pytest.approx(best)
         needed = min(cohort_squeeze_networks.rounds_to(records, 0.2).mean() for _, _, records in theirs.values())
         assert row["localgd"] == pytest.approx((row["c1"] + row["c2"]) * needed)
@@ -183,8 +208,10 @@ def test_the_workers_are_those_of_the_table():
 
         return factory
 
-    modules = ((cohort_squeeze_networks.federated, ("fed_opt", "fed_adam", "mime", "mime_lite", "fed_speed", "fed_lamb")),
-               (cohort_squeeze_networks.adaptive, ("adam", "apollo", "oasis")))  # fmt: skip
+    modules = (
+        (cohort_squeeze_networks.federated, ("fed_opt", "fed_adam", "mime", "mime_lite", "fed_speed", "fed_lamb")),
+        (cohort_squeeze_networks.adaptive, ("adam", "apollo", "oasis")),
+    )
     with pytest.MonkeyPatch.context() as patch:
         for module, names in modules:
             for name in names:
@@ -193,9 +220,18 @@ def test_the_workers_are_those_of_the_table():
             made[current] = []
             worker.make((0.1, 0.2) if worker.two_rates else 0.1, None)
     assert {name: calls[0][0] for name, calls in made.items()} == {
-        "FedSGD": "fed_opt", "FedAdam": "fed_opt", "FedAdam-Adam": "fed_adam", "FedAdam-AdaGrad": "fed_adam", "Mime-Adam": "mime",
-        "MimeLite-Adam": "mime_lite", "FedSpeed": "fed_speed", "Fed-LAMB": "fed_lamb", "Adam": "adam", "Apollo": "apollo", "OASIS": "oasis",
-    }  # fmt: skip
+        "FedSGD": "fed_opt",
+        "FedAdam": "fed_opt",
+        "FedAdam-Adam": "fed_adam",
+        "FedAdam-AdaGrad": "fed_adam",
+        "Mime-Adam": "mime",
+        "MimeLite-Adam": "mime_lite",
+        "FedSpeed": "fed_speed",
+        "Fed-LAMB": "fed_lamb",
+        "Adam": "adam",
+        "Apollo": "apollo",
+        "OASIS": "oasis",
+    }
     assert made["FedAdam-Adam"][0][1]["local"].update.__qualname__.startswith("scale_by_adam")
     assert made["FedAdam-AdaGrad"][0][1]["local"].update.__qualname__.startswith("scale_by_rss")
     kinds = {name: worker.kind.__name__ for name, worker in cohort_squeeze_networks.WORKERS.items()}

@@ -28,9 +28,19 @@ from experiments.scorecard.claims import fedp3 as claims
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return Settings(
-        width=8, splits=("class",), clients=4, cohort=2, rounds=4, steps=2, batch=8, held=20, seeds=2, every=2,
-        out=tmp_path_factory.mktemp("fedp3"), progress=False,
-    )  # fmt: skip
+        width=8,
+        splits=("class",),
+        clients=4,
+        cohort=2,
+        rounds=4,
+        steps=2,
+        batch=8,
+        held=20,
+        seeds=2,
+        every=2,
+        out=tmp_path_factory.mktemp("fedp3"),
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +80,15 @@ def test_some_rows_are_the_first_of_all_in_the_order_of_the_draw(settings):
 def test_every_method_and_option_trains(settings):
     one = replace(settings, rounds=1, every=1, seeds=1)
     runs = [
-        Run("FedProx", "fedprox", keep=1.0), Run("Ditto", "ditto", keep=1.0), Run("FedCR", "fedcr", keep=1.0),
-        Run("a", keep=1.0, local="fjord"), Run("h", keep=1.0, local="heterofl", low=0.5), Run("b", counts=(1, 2), local="uniform", aggregate="attention"),
-        Run("c", counts=(2,), local="ordered", aggregate="weighted"), Run("OPU", "fedcr_layers", counts=(3,), keep=0.5),
-    ]  # fmt: skip
+        Run("FedProx", "fedprox", keep=1.0),
+        Run("Ditto", "ditto", keep=1.0),
+        Run("FedCR", "fedcr", keep=1.0),
+        Run("a", keep=1.0, local="fjord"),
+        Run("h", keep=1.0, local="heterofl", low=0.5),
+        Run("b", counts=(1, 2), local="uniform", aggregate="attention"),
+        Run("c", counts=(2,), local="ordered", aggregate="weighted"),
+        Run("OPU", "fedcr_layers", counts=(3,), keep=0.5),
+    ]
     rows = fedp3_runs.measure(runs, one, local_only=True)
     assert [row["name"] for row in rows] == [*(run.name for run in runs), "local only"]
     assert all(np.isfinite(row["accuracy"]) for row in rows) and rows[-1]["up"] == 0
@@ -199,10 +214,13 @@ def test_expected_bits_are_means_over_plans(settings):
 @pytest.mark.parametrize(
     "run",
     [
-        Run("x", counts=(2,), keep=0.9), Run("y", counts=(3,), keep=0.7, local="uniform", low=0.7), Run("z", counts=(3,), keep=0.6),
-        Run("w", counts=(3,), keep=0.7, local="ordered", low=0.5), Run("a", counts=(1, 2, 3), keep=0.9, aggregate="weighted"),
+        Run("x", counts=(2,), keep=0.9),
+        Run("y", counts=(3,), keep=0.7, local="uniform", low=0.7),
+        Run("z", counts=(3,), keep=0.6),
+        Run("w", counts=(3,), keep=0.7, local="ordered", low=0.5),
+        Run("a", counts=(1, 2, 3), keep=0.9, aggregate="weighted"),
     ],
-)  # fmt: skip
+)
 def test_runs_that_share_a_program_find_their_own_plan_in_it(settings, run, seed):
     names = fedp3.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
     several, rows = fedp3_plans.plans_of(run, settings, names, 6, seed)
@@ -230,7 +248,10 @@ def test_the_thesis_s_other_partitions_can_be_chosen(settings):
     more = fedp3_task.data_of(replace(settings, classes=3, concentration=0.3))
     task = fedp3_task.load(more, "class")
     assert all(len(np.unique(row)) == 3 for row in np.asarray(task.train.targets))
-    shares = [np.asarray(fedp3_task.load(one, "dirichlet").train.weights > 0).sum(axis=1) for one in (more, fedp3_task.data_of(settings))]  # fmt: skip
+    shares = [
+        np.asarray(fedp3_task.load(one, "dirichlet").train.weights > 0).sum(axis=1)
+        for one in (more, fedp3_task.data_of(settings))
+    ]
     assert shares[0].tolist() != shares[1].tolist()
 
 

@@ -19,10 +19,18 @@ from experiments.scorecard.claims import privacy as claims
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return driver.Settings(
-        clients=4, epsilons=(2.0, 8.0), rounds=4, every=2, stepsizes=(3.0,), seeds=2, trials=300, rate=0.3,
+        clients=4,
+        epsilons=(2.0, 8.0),
+        rounds=4,
+        every=2,
+        stepsizes=(3.0,),
+        seeds=2,
+        trials=300,
+        rate=0.3,
         variants=("clipped part", "LDP-SGD"),
-        out=tmp_path_factory.mktemp("private"), progress=False,
-    )  # fmt: skip
+        out=tmp_path_factory.mktemp("private"),
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")

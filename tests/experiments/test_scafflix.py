@@ -21,9 +21,14 @@ from experiments.scafflix import problem as scafflix_problem
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return scafflix.Settings(
-        datasets=("breast_cancer",), splits=("label", "quantity"), alphas=(0.1, 0.9), seeds=2, accuracy=1e-5,
-        out=tmp_path_factory.mktemp("scafflix"), progress=False,
-    )  # fmt: skip
+        datasets=("breast_cancer",),
+        splits=("label", "quantity"),
+        alphas=(0.1, 0.9),
+        seeds=2,
+        accuracy=1e-5,
+        out=tmp_path_factory.mktemp("scafflix"),
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +127,15 @@ def test_rounds_grow_with_the_root_of_the_condition_number():
         optimum = quadratic.optimum(data).params
         found.append(
             scafflix_condition.rounds_to_accuracy(
-                jax.value_and_grad(quadratic.loss), jax.tree.map(jnp.asarray, data), smooth, 1 / kappa, data.c, optimum, scafflix.Settings(),
+                jax.value_and_grad(quadratic.loss),
+                jax.tree.map(jnp.asarray, data),
+                smooth,
+                1 / kappa,
+                data.c,
+                optimum,
+                scafflix.Settings(),
             )
-        )  # fmt: skip
+        )
     measured, ours, plain = np.array(found).T
     np.testing.assert_allclose(measured, kappas, rtol=1e-6)
     assert 0.38 < scafflix_condition.slope(kappas, ours) < 0.62 and 0.9 < scafflix_condition.slope(kappas, plain) < 1.1
@@ -133,9 +144,19 @@ def test_rounds_grow_with_the_root_of_the_condition_number():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return scafflix_networks.Settings(
-        task="digits", clients=6, rows=40, cohort=3, rounds=4, batch=5, every=2, seeds=2, local_steps=10, stepsizes=(0.05, 1e4),
-        out=tmp_path_factory.mktemp("networks"), progress=False,
-    )  # fmt: skip
+        task="digits",
+        clients=6,
+        rows=40,
+        cohort=3,
+        rounds=4,
+        batch=5,
+        every=2,
+        seeds=2,
+        local_steps=10,
+        stepsizes=(0.05, 1e4),
+        out=tmp_path_factory.mktemp("networks"),
+        progress=False,
+    )
 
 
 def test_networks_are_tuned_alike_and_compared_with_local_training(tiny):

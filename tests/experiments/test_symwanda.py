@@ -107,7 +107,11 @@ def test_fine_tuning_says_how_many_swaps_and_in_which_layers(tiny):
     settings, seen = tiny
     rows = symwanda.fine_tuning(dataclasses.replace(settings, cycles=(3, 1)))
     assert len(rows) == 3 * (1 + 2 * 2 * 2)
-    assert [row["name"] for row in rows[9:12]] == ["Wanda", "Wanda + DSnoT, 3, attention", "Wanda + R^2-DSnoT, 3, attention"]  # fmt: skip
+    assert [row["name"] for row in rows[9:12]] == [
+        "Wanda",
+        "Wanda + DSnoT, 3, attention",
+        "Wanda + R^2-DSnoT, 3, attention",
+    ]
     found = {(one.regrow.options["cycles"], one.regrow_layers) for one in seen if one is not None and one.regrow}
     assert found == {(3, ("self_attn.",)), (1, ("self_attn.",)), (3, ("",)), (1, ("",))}
 
@@ -119,7 +123,7 @@ LINES = {
     "boolq": {"question": "is it", "passage": "It is.", "label": True},
     "rte": {"premise": "It rains.", "hypothesis": "It is wet.", "label": "not_entailment"},
     "winogrande": {"sentence": "Sarah saw Ann, so _ ran .", "option1": "Sarah", "option2": "Ann", "answer": "2"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.extra

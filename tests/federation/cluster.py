@@ -62,10 +62,14 @@ class Cluster:
         self.nodes: dict[int, subprocess.Popen] = {}
         # XLA's flags as well: another compiler has other bits.
         self.environment = os.environ | {
-            "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "JAX_PLATFORMS": "cpu",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(APP.parents[1]),
-        }  # fmt: skip
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(APP.parents[1]),
+        }
         (folder / "home").mkdir()
         protection = f'root-certificates = "{folder / "ca.crt"}"' if secure else "insecure = true"
         config = f'[superlink]\n[superlink.{self.name}]\naddress = "127.0.0.1:{self.port}"\n{protection}\n'
@@ -76,9 +80,13 @@ class Cluster:
         programs = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / f"programs-{name}")}
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]], stdout=log, stderr=log, env=self.environment | programs, cwd=self.folder,
+                [str(BIN / command[0]), *command[1:]],
+                stdout=log,
+                stderr=log,
+                env=self.environment | programs,
+                cwd=self.folder,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def up(self) -> None:
         """The SuperLink, and a SuperNode for every client that has none."""
@@ -102,9 +110,16 @@ class Cluster:
         keys = ("--root-certificates", "ca.crt", "--auth-supernode-private-key", f"node{i}")
         how = keys if self.name == "secure" else ("--insecure",)
         return self.start(
-            f"node{i}", "flower-supernode", *how, "--superlink", f"127.0.0.1:{self.port}",
-            "--port", str(free_port()), "--node-config", f"partition-id={i}",
-        )  # fmt: skip
+            f"node{i}",
+            "flower-supernode",
+            *how,
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--port",
+            str(free_port()),
+            "--node-config",
+            f"partition-id={i}",
+        )
 
     def down(self) -> None:
         for process in [*self.nodes.values(), *([self.link] if self.link else [])]:

@@ -40,12 +40,14 @@ REFUSED = {
     # A newcomer needs xbar before it starts, and every member the move after it has sent (it closes h_i): two letters in a round.
     "scafflix cohort",
     # The cohort's solver asks for gradients and trial values several times a round, and a hub is a third party.
-    "sppm-as", "sppm-as hubs",
+    "sppm-as",
+    "sppm-as hubs",
     # The members exchange K times in a round.
-    "fedprox-sppm-as", "fedavg-sppm-as",
+    "fedprox-sppm-as",
+    "fedavg-sppm-as",
     # Its masks and class distributions have no wire format of their own.
     "fedcr layers",
-}  # fmt: skip
+}
 ONCE = [name for name in registry.NAMES if name not in REFUSED]
 PRIVATE = ("ldp-fedp3", "ldp-fedp3 sent")
 

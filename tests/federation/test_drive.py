@@ -57,9 +57,13 @@ class App:
 
 
 FLWR = SimpleNamespace(
-    Message=Message, ConfigRecord=dict, RecordDict=dict, ClientApp=App, ServerApp=App,
+    Message=Message,
+    ConfigRecord=dict,
+    RecordDict=dict,
+    ClientApp=App,
+    ServerApp=App,
     Error=lambda code, reason: SimpleNamespace(code=code, reason=reason),
-)  # fmt: skip
+)
 
 
 class Grid:

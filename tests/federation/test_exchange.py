@@ -29,9 +29,15 @@ from tests.federation.exchange_cases import (
 # Two programs for one formula: XLA adds up a product of all clients' rows in another order than one client's, and fuses a product and a
 # sum in one of them only.
 ROUNDED = (
-    "ef-bv network", "ldp-fedp3 sent", "fedp3 attention", "scafflix", "i-scaffnew", "flix", "fedcr",
+    "ef-bv network",
+    "ldp-fedp3 sent",
+    "fedp3 attention",
+    "scafflix",
+    "i-scaffnew",
+    "flix",
+    "fedcr",
     "fedp3 released",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

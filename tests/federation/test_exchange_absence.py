@@ -137,7 +137,9 @@ def test_a_robust_server_leaves_out_who_is_refused_or_absent():
     assert set(report.absent) == {0, 3} and report.absent[3] == "no answer"
     gamma, lam, nu = contract.hparams
     np.testing.assert_allclose(server.shift, lam * np.median(values, axis=0), rtol=1e-13)
-    np.testing.assert_allclose(server.params, contract.init(jnp.arange(4)).server.params - gamma * nu * np.median(values, axis=0), rtol=1e-13)  # fmt: skip
+    np.testing.assert_allclose(
+        server.params, contract.init(jnp.arange(4)).server.params - gamma * nu * np.median(values, axis=0), rtol=1e-13
+    )
     assert exchange.fingerprint(contract) != exchange.fingerprint(quadratics(DENSE))
     with pytest.raises(AbsentError, match=r"client 0: .*not finite.*client 3: no answer"):
         exchange.close(contract, federation.server, {0: wrong[0]})

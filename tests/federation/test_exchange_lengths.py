@@ -32,7 +32,9 @@ def test_lengths_are_exact_integers_where_bits_are_no_float32(compressor, size):
     assert int(np.float32(32 * LARGE)) != 32 * LARGE  # the ledger, where it is float32
 
 
-@pytest.mark.parametrize("compressor", [perm_k(), m_nice(2, top_k(3)), comp(2, 5), leafwise(m_nice(2, perm_k())), leafwise(top_k(2))])  # fmt: skip
+@pytest.mark.parametrize(
+    "compressor", [perm_k(), m_nice(2, top_k(3)), comp(2, 5), leafwise(m_nice(2, perm_k())), leafwise(top_k(2))]
+)
 def test_the_length_of_a_message_is_that_of_its_bytes(compressor):
     x = {"a": jnp.arange(8.0, dtype=jnp.float32), "b": jnp.ones((3, 1), jnp.float32)}
     for number in range(4):

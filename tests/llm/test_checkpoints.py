@@ -158,12 +158,18 @@ def test_values_that_are_no_numbers_are_found_on_request(folder):
     [
         (lambda found: found.pop(Q), rf"1 missing tensors, first '{Q}'; allowed: those of config.json"),
         (lambda found: found.update(z=np.ones(1, np.float32)), r"1 extra tensors, first 'model.z'; allowed"),
-        (lambda found: found.update({Q: found[Q][:-1]}), r"q_proj.weight has shape \[15, 16\]; allowed by config.json: \[16, 16\]"),
+        (
+            lambda found: found.update({Q: found[Q][:-1]}),
+            r"q_proj.weight has shape \[15, 16\]; allowed by config.json: \[16, 16\]",
+        ),
         (lambda found: found.update({Q: found[Q].astype(np.float64)}), r"has dtype F64; allowed: F32, F16, BF16"),
         (lambda found: found.update({Q: found[Q].astype(np.int8)}), r"has dtype I8; allowed"),
-        (lambda found: found.update({Q[6:]: found[Q]}), r"tensor .*q_proj.weight' is in model.safetensors and in model"),
+        (
+            lambda found: found.update({Q[6:]: found[Q]}),
+            r"tensor .*q_proj.weight' is in model.safetensors and in model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_contradict_the_config_are_refused(folder, change, message):
     with pytest.raises(ValueError, match=message):
         checkpoints.open_folder(rewrite(folder, change))

@@ -109,7 +109,10 @@ def test_rotary_positions(said, wanted):
         ({}, r"model_type=None; allowed: 'llama', 'opt'"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\]; allowed"),
         ({"model_type": "mistral"}, r"model_type='mistral'; allowed: 'llama', 'opt'"),
-        (LLAMA | {"architectures": ["MistralForCausalLM"]}, r"architectures=.*Mistral.*; allowed: \['LlamaForCausalLM'\]"),
+        (
+            LLAMA | {"architectures": ["MistralForCausalLM"]},
+            r"architectures=.*Mistral.*; allowed: \['LlamaForCausalLM'\]",
+        ),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, r"allowed: \['LlamaForCausalLM'\]"),
         (OPT | {"architectures": ["LlamaForCausalLM"]}, r"allowed: \['OPTForCausalLM'\]"),
         (LLAMA | {"quantization_config": {"bits": 4}}, r"quantization_config is set; allowed: .*float32"),
@@ -129,16 +132,28 @@ def test_rotary_positions(said, wanted):
         (LLAMA | {"rms_norm_eps": "1"}, r"rms_norm_eps='1'; allowed: a positive number"),
         (LLAMA | {"torch_dtype": "float8"}, r"\['float8'\]; allowed: one of float32, float16, bfloat16"),
         (LLAMA | {"torch_dtype": "float16", "dtype": "float32"}, r"\['float16', 'float32'\]; allowed: one of"),
-        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2}}, r"rope_type='yarn'; allowed: 'default', 'linear', 'llama3'"),
+        (
+            LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2}},
+            r"rope_type='yarn'; allowed: 'default', 'linear', 'llama3'",
+        ),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, r"factor=None; allowed: a positive number"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, r"rope_type is 'linear' and 'llama3' in two"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "llama3"}},
+            r"rope_type is 'linear' and 'llama3' in two",
+        ),
         (LLAMA | {"rope_scaling": [2]}, r"rope_scaling, rope_parameters: \[\[2\]\]; allowed: JSON objects"),
         (LLAMA | {"rope_theta": 7, "rope_parameters": {"rope_theta": 8}}, r"rope_theta is 8 and 7 in two places"),
         (LLAMA | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5; allowed: 1"),
-        (LLAMA | {"rope_scaling": LONG | {"low_freq_factor": 4}}, r"low_freq_factor=4.0; allowed: less than high_freq_factor=4.0"),
-        (LLAMA | {"rope_scaling": LONG | {"high_freq_factor": None}}, r"high_freq_factor=None; allowed: a positive number"),
+        (
+            LLAMA | {"rope_scaling": LONG | {"low_freq_factor": 4}},
+            r"low_freq_factor=4.0; allowed: less than high_freq_factor=4.0",
+        ),
+        (
+            LLAMA | {"rope_scaling": LONG | {"high_freq_factor": None}},
+            r"high_freq_factor=None; allowed: a positive number",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_models_and_contradictions_are_refused(found, message):
     with pytest.raises(ValueError, match=message):
         config.from_json(found)

@@ -119,9 +119,12 @@ def test_params_that_contradict_the_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shard_bytes=0; allowed: at least 1"):
         llm.save(tmp_path / "new", model, params, shard_bytes=0)
     for change, message in (
-        ({"mlp.up_proj": {"kernel": jnp.ones((2, 3))}}, r"layer 'mlp.up_proj' is .*\(2, 3\).*; allowed by the config: .*\(16, 20\)"),
+        (
+            {"mlp.up_proj": {"kernel": jnp.ones((2, 3))}},
+            r"layer 'mlp.up_proj' is .*\(2, 3\).*; allowed by the config: .*\(16, 20\)",
+        ),
         ({"mlp.up": {}}, r"layer 'mlp.up' is {}; allowed by the config: no such layer"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             names.block_tensors(model, 0, params.blocks[0] | change)
     with pytest.raises(ValueError, match=r"layer 'norm' is absent; allowed by the config"):

@@ -33,8 +33,12 @@ def softmax_attention(q, k, v):
 
 @settings(max_examples=10)  # each shape is compiled anew
 @given(
-    batch=st.integers(1, 3), time=st.integers(1, 9), kv=st.integers(1, 3), share=st.integers(1, 3), size=st.integers(1, 5)
-)  # fmt: skip
+    batch=st.integers(1, 3),
+    time=st.integers(1, 9),
+    kv=st.integers(1, 3),
+    share=st.integers(1, 3),
+    size=st.integers(1, 5),
+)
 def test_attention_reads_the_past_of_its_group(batch, time, kv, share, size):
     q = 2 * normal(0, batch, time, kv * share, size)
     k, v = 2 * normal(1, batch, time, kv, size), normal(2, batch, time, kv, size)

@@ -43,9 +43,12 @@ def test_the_attack_catches_noise_that_is_too_small():
 
 MUTANTS = {
     "no clipping": ("clip_factor", lambda original: lambda squared, C: jnp.ones_like(squared)),
-    "half the noise": ("gaussian_like", lambda original: lambda key, like: jax.tree.map(lambda x: x / 2, original(key, like))),
+    "half the noise": (
+        "gaussian_like",
+        lambda original: lambda key, like: jax.tree.map(lambda x: x / 2, original(key, like)),
+    ),
     "twice the rate": ("poisson", lambda original: lambda key, rate, rows: original(key, 2 * rate, rows)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-remove"])

@@ -111,7 +111,13 @@ def test_a_run_killed_before_its_last_step_only_takes_its_name(tmp_path, monkeyp
     source = models.folder(tmp_path / "source")
     stream.prune_folder(source, tmp_path / "whole", models.windows(), WANDA, progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(export, "publish", lambda partial, out: None if ".partial" not in partial.name or partial.name[0] != "." else os.rename(partial, out))  # fmt: skip
+        patch.setattr(
+            export,
+            "publish",
+            lambda partial, out: (
+                None if ".partial" not in partial.name or partial.name[0] != "." else os.rename(partial, out)
+            ),
+        )
         stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     assert not (tmp_path / "out").exists()
     stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)

@@ -188,7 +188,10 @@ BAD = {
     "sparsity 1": (lambda: masks.unstructured(S0, 1.0), r"sparsity=1\.0; allowed: 0 <= sparsity < 1"),
     "sparsity negative": (lambda: masks.unstructured(S0, -0.1), r"sparsity=-0\.1"),
     "sparsity NaN": (lambda: masks.unstructured(S0, float("nan")), "sparsity=nan"),
-    "NaN scores": (lambda: masks.unstructured(S0.at[0, 0].set(jnp.nan), 0.5), "scores has 1 values that are NaN or negative"),
+    "NaN scores": (
+        lambda: masks.unstructured(S0.at[0, 0].set(jnp.nan), 0.5),
+        "scores has 1 values that are NaN or negative",
+    ),
     "negative scores": (lambda: masks.n_m(-S0, 2, 4), "scores has 24 values that are NaN or negative"),
     "no inputs": (lambda: masks.unstructured(S0[:0], 0.5), r"scores has shape \(0, 3\)"),
     "n > m": (lambda: masks.n_m(S0, 5, 4), "n=5; allowed: 1 <= n <= m = 4"),
@@ -199,9 +202,12 @@ BAD = {
     "no layers": (lambda: masks.outlier_weighted([], 0.5), r"ratios=\[\]"),
     "ratios NaN": (lambda: masks.outlier_weighted([0.1, float("nan")], 0.5), "ratios=.*finite number for every layer"),
     "spread": (lambda: masks.outlier_weighted([0.1, 0.2], 0.5, -0.1), r"spread=-0\.1; allowed: at least 0"),
-    "spread too wide": (lambda: masks.outlier_weighted([0.1, 0.2], 0.95, 0.1), r"spread=0\.1 with sparsity=0\.95 gives sparsities from 0\.85 to 1\.05"),
+    "spread too wide": (
+        lambda: masks.outlier_weighted([0.1, 0.2], 0.95, 0.1),
+        r"spread=0\.1 with sparsity=0\.95 gives sparsities from 0\.85 to 1\.05",
+    ),
     "OWL's sparsity": (lambda: masks.outlier_weighted([0.1, 0.2], 1.0), r"sparsity=1\.0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, message", BAD.values(), ids=BAD)

@@ -16,7 +16,15 @@ from commjax.llm.architectures import model
 from commjax.pruning import stream
 
 ROOT = Path(__file__).parents[2]
-OPT_1_3B = {"model_type": "opt", "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "word_embed_proj_dim": 2048, "torch_dtype": "bfloat16"}  # fmt: skip
+OPT_1_3B = {
+    "model_type": "opt",
+    "hidden_size": 2048,
+    "ffn_dim": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "word_embed_proj_dim": 2048,
+    "torch_dtype": "bfloat16",
+}
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read where Linux says it")
 SCRIPT = """
 import sys
@@ -60,7 +68,16 @@ def peaks(*sources):
 
 def blocks(count):
     """An OPT of `count` blocks of 12.6 MB, float32."""
-    return OPT_1_3B | {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_attention_heads": 8, "vocab_size": 500, "max_position_embeddings": 64, "num_hidden_layers": count, "torch_dtype": "float32"}  # fmt: skip
+    return OPT_1_3B | {
+        "hidden_size": 512,
+        "ffn_dim": 2048,
+        "word_embed_proj_dim": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 500,
+        "max_position_embeddings": 64,
+        "num_hidden_layers": count,
+        "torch_dtype": "float32",
+    }
 
 
 @LINUX

@@ -125,7 +125,10 @@ def test_with_a_pattern_dsnot_prunes_by_the_scores_of_the_mask(tmp_path, monkeyp
 
 def test_stochastic_scores_follow_the_seed(tmp_path):
     model, params = llm.load(models.folder(tmp_path / "source"))
-    one, two, three = (kernels(in_memory.prune(model, params, models.windows(), STOCHASTIC._replace(seed=s))[0], model) for s in (0, 0, 1))  # fmt: skip
+    one, two, three = (
+        kernels(in_memory.prune(model, params, models.windows(), STOCHASTIC._replace(seed=s))[0], model)
+        for s in (0, 0, 1)
+    )
     assert all(np.array_equal(one[key], two[key]) for key in one)
     assert all(not np.array_equal(one[key], three[key]) for key in one)
 

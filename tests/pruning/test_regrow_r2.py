@@ -35,10 +35,16 @@ def r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regulari
 
 @settings(max_examples=20)
 @given(
-    st.booleans(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.0, 0.05), (0.3, 0.2)]),
-    st.sampled_from([1.0, 2.0, math.inf]), st.sampled_from(["out", "in", "toggled"]), st.booleans(),
-    st.sampled_from([None, (2, 4)]), st.integers(0, 3),
-)  # fmt: skip
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.0, 0.05), (0.3, 0.2)]),
+    st.sampled_from([1.0, 2.0, math.inf]),
+    st.sampled_from(["out", "in", "toggled"]),
+    st.booleans(),
+    st.sampled_from([None, (2, 4)]),
+    st.integers(0, 3),
+)
 def test_r2_dsnot_is_the_oracle_with_its_scores(
     relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, pattern, seed
 ):
@@ -48,9 +54,19 @@ def test_r2_dsnot_is_the_oracle_with_its_scores(
     M, G, P = r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, 1.0)
     expected = oracle(mask, M, G, P, m=pattern and 4, same_sign=pattern is not None)
     found = regrow.r2_dsnot(
-        W, mask, stats, relative_grow=relative_grow, relative_prune=relative_prune, alpha=alpha, gamma_grow=gammas[0],
-        gamma_prune=gammas[1], p=p, regularizer=regularizer, literal=literal, pattern=pattern,
-    )  # fmt: skip
+        W,
+        mask,
+        stats,
+        relative_grow=relative_grow,
+        relative_prune=relative_prune,
+        alpha=alpha,
+        gamma_grow=gammas[0],
+        gamma_prune=gammas[1],
+        p=p,
+        regularizer=regularizer,
+        literal=literal,
+        pattern=pattern,
+    )
     check(W, mask, found, expected)
 
 

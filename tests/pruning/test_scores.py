@@ -304,15 +304,24 @@ BAD = {
     "no statistics": (lambda: scores.wanda()(w0), "stats=None; allowed: Statistics"),
     "no statistics of outputs": (lambda: scores.owanda()(w0), "stats=None; allowed: Statistics"),
     "no outputs": (lambda: scores.owanda()(w0, statistics.of(x0)), r"stats has no outputs; allowed: .*of\(x, y\)"),
-    "another layer's inputs": (lambda: scores.wanda()(w0[:5], stats0), r"stats has shape \(12,\); allowed: \(5,\) on the in side"),
-    "another layer's outputs": (lambda: scores.owanda()(w0[:, :5], stats0), r"stats has shape \(12,\); allowed: \(5,\) on the out side"),
+    "another layer's inputs": (
+        lambda: scores.wanda()(w0[:5], stats0),
+        r"stats has shape \(12,\); allowed: \(5,\) on the in side",
+    ),
+    "another layer's outputs": (
+        lambda: scores.owanda()(w0[:, :5], stats0),
+        r"stats has shape \(12,\); allowed: \(5,\) on the out side",
+    ),
     "another X": (lambda: scores.general(X, Y)(w0), r"norms has shape \(3,\); allowed: \(12,\)"),
     "empty": (lambda: scores.ri()(w0[:0]), r"W has shape \(0, 12\)"),
     "NaN weights": (lambda: scores.ri()(w0.at[1, 2].set(jnp.nan)), "W has 1 values that are not finite"),
     "infinite weights": (lambda: scores.magnitude()(w0.at[:2, 2].set(jnp.inf)), "W has 2 values that are not finite"),
-    "NaN activations": (lambda: scores.wanda()(w0, statistics.of(x0.at[0, 0, 3].set(jnp.nan))), "stats has [1-9][0-9]* values"),
+    "NaN activations": (
+        lambda: scores.wanda()(w0, statistics.of(x0.at[0, 0, 3].set(jnp.nan))),
+        "stats has [1-9][0-9]* values",
+    ),
     "overflow": (lambda: scores.symmetric()(jnp.full((2, 2), 1e30, jnp.float32)), "the scores overflow"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, message", BAD.values(), ids=BAD)

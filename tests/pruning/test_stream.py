@@ -66,7 +66,10 @@ def test_the_manifest_says_what_was_done(tmp_path):
         "sampling": None,
     }
     assert manifest["commjax"] == commjax.__version__
-    assert manifest["recipe"] == describe(recipe) | {"regrow_layers": ["self_attn."]} and manifest["sparsities"] == [0.25] * 3  # fmt: skip
+    assert (
+        manifest["recipe"] == describe(recipe) | {"regrow_layers": ["self_attn."]}
+        and manifest["sparsities"] == [0.25] * 3
+    )
     assert manifest["recipe"]["seed"] == 5 and manifest["recipe"]["group"] == "output"
     assert manifest["calibration"]["windows"] == [4, 12] and len(manifest["calibration"]["digest"]) == 16
     assert stream.layers_of(manifest) == layers and len(layers) == 21
@@ -74,7 +77,9 @@ def test_the_manifest_says_what_was_done(tmp_path):
     assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     index = json.loads((tmp_path / "out" / checkpoints.INDEX).read_text())
     stored = [one for path in (tmp_path / "out").glob("*.safetensors") for one in load_file(path).values()]
-    assert index["metadata"]["total_size"] == sum(one.nbytes for one in stored) and len(stored) == len(index["weight_map"])  # fmt: skip
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in stored) and len(stored) == len(
+        index["weight_map"]
+    )
 
 
 def test_a_default_is_part_of_the_recipe_and_a_lambda_is_not():
@@ -128,7 +133,9 @@ def test_owl_that_leaves_the_range_is_refused_before_anything_is_written(tmp_pat
 
 
 def test_arrays_in_a_recipe_are_known_by_their_digest():
-    one, two = (describe(Recipe(score=choose(scores.general, X=jnp.ones((2, 3)), Y=np.full((3, 2), y)))) for y in (1.0, 2.0))  # fmt: skip
+    one, two = (
+        describe(Recipe(score=choose(scores.general, X=jnp.ones((2, 3)), Y=np.full((3, 2), y)))) for y in (1.0, 2.0)
+    )
     assert one["score"]["X"] == two["score"]["X"] and one["score"]["Y"] != two["score"]["Y"]
 
 
@@ -152,7 +159,9 @@ def test_transformers_loads_the_output_as_it_is(kind, tmp_path):
         state = dense.state_dict()
         for i, block in enumerate(params.blocks):
             for name in model.linear:
-                state[model.block_prefix.format(i) + name + ".weight"].copy_(torch.tensor(np.asarray(block[name]["kernel"]).T))  # fmt: skip
+                state[model.block_prefix.format(i) + name + ".weight"].copy_(
+                    torch.tensor(np.asarray(block[name]["kernel"]).T)
+                )
         np.testing.assert_array_equal(dense(tokens).logits.numpy(), found)
     np.testing.assert_allclose(llm.forward(model, params, jnp.asarray(models.windows())), found, atol=2e-5)
 
@@ -193,10 +202,13 @@ SPOILED = {
     "missing tensor": (lambda s: change_tensors(s, lambda found: found.popitem()), "is in .*, but no file has it"),
     "extra tensor": (lambda s: change_tensors(s, lambda found: found.update(odd=np.zeros(2, "f4"))), "'odd'"),
     "index outside": (lambda s: change_index(s, outside), "names the file '../other.safetensors'"),
-    "other shapes": (lambda s: change_config(s, vocab_size=62), r"has shape \[61, 16\]; allowed by config.json: \[62, 16\]"),
+    "other shapes": (
+        lambda s: change_config(s, vocab_size=62),
+        r"has shape \[61, 16\]; allowed by config.json: \[62, 16\]",
+    ),
     "NaN": (lambda s: change_tensors(s, poison), "values that are NaN or infinite"),
     "no config": (lambda s: (s / "config.json").unlink(), "no .*config.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPOILED)
@@ -227,11 +239,14 @@ def test_a_bad_source_is_refused_before_any_work(name, tmp_path):
         (Recipe(sparsity=0.95, spread=0.1), "spread=0.1 with sparsity=0.95 on 3 blocks"),
         (Recipe(sparsity=0.5, spread=0.1, outlier_multiple=math.inf), "outlier_multiple=inf; allowed: finite, above 0"),
         (Recipe(sparsity=0.5, score=choose(scores.ria, p=0.5)), "p=0.5"),
-        (Recipe(sparsity=0.5, score=choose(scores.general, X=jnp.ones((2, 7)), Y=jnp.ones((7, 2)))), "self_attn.q_proj: .*16"),
+        (
+            Recipe(sparsity=0.5, score=choose(scores.general, X=jnp.ones((2, 7)), Y=jnp.ones((7, 2)))),
+            "self_attn.q_proj: .*16",
+        ),
         (Recipe(sparsity=0.5, regrow=choose(regrow.dsnot, cycles=0)), "self_attn.q_proj: cycles=0"),
         (Recipe(sparsity=0.5, regrow=choose(regrow.r2_dsnot, p=0.0)), "p=0.0"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_recipe_is_refused_before_any_work(recipe, message, tmp_path):
     source = models.folder(tmp_path / "source", "llama")
     with pytest.raises(ValueError, match=message):

@@ -86,8 +86,13 @@ LINES = {
     zeroshot.hellaswag: {"ctx": "A man: he", "endings": ["runs.", "is ripping.", "x", "y"], "label": 3},
     zeroshot.boolq: {"question": "is it", "passage": "It is.", "label": True},
     zeroshot.rte: {"premise": "It rains.", "hypothesis": "It is wet.", "label": "not_entailment"},
-    zeroshot.winogrande: {"sentence": "Sarah saw Maria, so _ ran .", "option1": "Sarah", "option2": "Maria", "answer": "2"},
-}  # fmt: skip
+    zeroshot.winogrande: {
+        "sentence": "Sarah saw Maria, so _ ran .",
+        "option1": "Sarah",
+        "option2": "Maria",
+        "answer": "2",
+    },
+}
 WANTED = {
     zeroshot.arc: (["Question: Why?\nAnswer:"] * 2, [" So.", " Not so."], [3, 7], 1),
     zeroshot.openbookqa: (["The sun is"] * 2, [" hot", " cold"], [3, 4], 0),
@@ -184,8 +189,10 @@ def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatc
         "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_target": "label",
         "doc_to_choice": "choices",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
-    }  # fmt: skip
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+        ],
+    }
     face = zeroshot.template_lm(*loaded, batch_size=5)
     results = lm_eval.simple_evaluate(model=face, tasks=[task], bootstrap_iters=0, verbosity="ERROR")["results"]
     logging.disable(logging.NOTSET)

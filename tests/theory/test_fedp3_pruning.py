@@ -62,7 +62,9 @@ def test_theta_is_the_least_that_dominates_where_the_matrices_are_not_diagonal()
     L = root @ root.transpose(0, 2, 1) + np.einsum("nd,de->nde", rng.uniform(1, 3, (n, d)), np.eye(d))
     masks = all_masks(n, d, 2)
     W, theta = theory.pruning_constants(L, np.full(len(masks), 1 / len(masks)), masks)
-    second = np.mean([b @ L.mean(axis=0) @ b for b in (sum(np.outer(r, r) * l for r, l in zip(m, L)) / n for m in masks)], axis=0)  # fmt: skip
+    second = np.mean(
+        [b @ L.mean(axis=0) @ b for b in (sum(np.outer(r, r) * l for r, l in zip(m, L)) / n for m in masks)], axis=0
+    )
     values = np.linalg.eigvalsh(theta * W - second)
     assert theta < np.inf and abs(values[0]) < 1e-10 < values[1]
 

@@ -127,14 +127,19 @@ def test_one_private_step_descends_as_the_theorem_says_and_poisson_batches_cost_
         drop = squares(w - center)
         assert drop <= ldp.utility(
             float(f(w) - chance @ f(after)), 1.0, C=C, d=2, gamma=gamma, K=1.0, sigma2=sigma2, q=q, b=q * m
-        ) * (1 + 1e-12)  # fmt: skip
+        ) * (1 + 1e-12)
 
 
 def test_the_golden_noise_and_schedules():
     for golden in GOLDENS["ldp_sigma2"]:
         found = ldp.noise_variance(
-            float(golden["eps"]), golden["delta"], c=float(golden["c"]), C=float(golden["C"]), K=golden["K"], m=golden["m"]
-        )  # fmt: skip
+            float(golden["eps"]),
+            golden["delta"],
+            c=float(golden["c"]),
+            C=float(golden["C"]),
+            K=golden["K"],
+            m=golden["m"],
+        )
         assert found == pytest.approx(golden["sigma2"], rel=1e-12)
     for golden in GOLDENS["ldp_schedule"]:
         arguments = {"L": golden["L"], "delta0": golden["Delta0"], "C": golden["C"], "c": golden["c"]}
@@ -145,9 +150,16 @@ def test_the_golden_noise_and_schedules():
 
 
 @given(
-    st.floats(0.1, 10), st.floats(1e-8, 0.1), st.floats(0.1, 10), st.floats(1e-3, 100), st.floats(0.1, 10),
-    st.floats(0.5, 8), st.integers(1, 5000), st.integers(2, 5000), st.floats(0.01, 1),
-)  # fmt: skip
+    st.floats(0.1, 10),
+    st.floats(1e-8, 0.1),
+    st.floats(0.1, 10),
+    st.floats(1e-3, 100),
+    st.floats(0.1, 10),
+    st.floats(0.5, 8),
+    st.integers(1, 5000),
+    st.integers(2, 5000),
+    st.floats(0.01, 1),
+)
 def test_the_schedule_reaches_its_bound(epsilon, delta, L, delta0, C, c, d, m, q):
     b = q * m
     plan = ldp.schedule(epsilon, delta, L=L, delta0=delta0, C=C, c=c, d=d, m=m, b=b)
