@@ -180,7 +180,7 @@ class Codec(NamedTuple):
 class Exchange(NamedTuple):
     """The client step and the server step of a method that communicates once a round.
 
-    With it, server and clients can run in different processes (`commjax.federation.flower`).  The fields from `letter`
+    With it, server and clients can run in different processes (`commjax.federation.flower`).  The fields from `download`
     on are for methods that are not built by `rounds.federated`, and for downloads that differ from client to client.
     `key` in `members` and `joined` is the key that `Algorithm.step` takes.
 
@@ -193,8 +193,8 @@ class Exchange(NamedTuple):
         cohort_size: number of clients in a round; None is all of them.
         private: whether the method hides a client's data.  `Round.own_key` must then be secret and the loss must not be
             sent.
-        letter: codec of the downloads; None sends the fields `down` uncompressed.
-        reply: codec of the uploads; None uses the encoding of `compressor`.
+        download: codec of the downloads; None sends the fields `down` uncompressed.
+        upload: codec of the uploads; None uses the encoding of `compressor`.
         members: (key, round, n) -> ids of the clients in this round; None draws `cohort_size` of them at random.
         joined: (key, hparams, server, ids, messages) -> server, where `messages` has a leading axis, one row for each
             of `ids`; None applies `server_step` to the reduced messages.
@@ -212,8 +212,8 @@ class Exchange(NamedTuple):
     cohort_size: int | None
     private: bool = False
 
-    letter: Codec | None = None
-    reply: Codec | None = None
+    download: Codec | None = None
+    upload: Codec | None = None
     members: Callable[..., Any] | None = None
     joined: Callable[..., Any] | None = None
     start: Callable[[State], State] | None = None

@@ -424,8 +424,8 @@ def federated(
     compressor: Compressor | None = None,
     down: tuple[str, ...] = ("params",),
     private: bool = False,
-    letter: Codec | None = None,
-    reply: Codec | None = None,
+    download: Codec | None = None,
+    upload: Codec | None = None,
     reduce: Reducer | None = None,
     spec: Spec | None = None,
 ) -> Algorithm:
@@ -451,8 +451,8 @@ def federated(
         compressor: compressor of the uploads; None sends them uncompressed.
         down: names of the fields of `server` that a client may read, besides `round`.
         private: whether the method draws its noise from `round.own_key`, which must then be a secret of the client.
-        letter: codec of the downloads, if they are not all fields of `down` for every client.
-        reply: codec of the uploads, if they have neither the compressor's encoding nor the structure of `down`.
+        download: codec of the downloads, if they are not all fields of `down` for every client.
+        upload: codec of the uploads, if they have neither the compressor's encoding nor the structure of `down`.
         reduce: a robust reducer (`commjax.core.robust`); None is the mean.
         spec: the types and values that the method accepts, for `commjax.core.checks`.
 
@@ -466,7 +466,7 @@ def federated(
             "take these for messages; allowed: a compressor with which every client sends, or reduce=None"
         )
     exchange = Exchange(
-        client_step, server_step, bits_down, down, compressor, cohort_size, private, letter, reply, reduce=reduce
+        client_step, server_step, bits_down, down, compressor, cohort_size, private, download, upload, reduce=reduce
     )
 
     def step(key, hparams, state, batch, *, axis_name=None):

@@ -422,7 +422,7 @@ def bytes_up(algorithm: Algorithm, hparams: Any, state: State, batch: PyTree) ->
     loss = jax.eval_shape(partial(algorithm.step, jax.random.key(0)), hparams, state, batch)[1]
     down: Any = {name: getattr(state.server, name) for name in algorithm.exchange.down}
     sent = 0
-    if algorithm.exchange.reply is not None:  # the upload has another structure than the download
-        down, sent = (), int(algorithm.exchange.reply.bits(state.server, 0)) // 8
+    if algorithm.exchange.upload is not None:  # the upload has another structure than the download
+        down, sent = (), int(algorithm.exchange.upload.bits(state.server, 0)) // 8
     scalars = (loss.loss, loss.bits_up)
     return sent + sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves((down, scalars)))

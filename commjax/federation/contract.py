@@ -53,7 +53,7 @@ def halves(contract: Contract) -> Exchange:
         raise ValueError("algorithm must exchange once a round (rounds.federated); this one has no exchange")
     checks.key_of(contract.key)
     checks.hparams_of(contract.algorithm, contract.hparams, contract.n)
-    if exchange.letter is None:
+    if exchange.download is None:
         server = jax.eval_shape(partial(start, contract), jnp.arange(contract.n)).server
         priced, sent = float(exchange.bits_down(server)), rounds.dense_bits(received_fields(exchange, server))
         if priced != sent:
@@ -91,7 +91,7 @@ def received_fields(exchange: Exchange, server: Any) -> PyTree:
 
 def price_down(exchange: Exchange, server: Any, id: int) -> float:
     """Bits of the download to client `id`."""
-    return float(exchange.bits_down(server) if exchange.letter is None else exchange.letter.bits(server, id))
+    return float(exchange.bits_down(server) if exchange.download is None else exchange.download.bits(server, id))
 
 
 def keys_of(contract: Contract) -> tuple[Key, Key]:

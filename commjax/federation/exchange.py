@@ -1,13 +1,13 @@
 """A round with remote clients: what the server and a client do with bytes.  The network is not part of this module.
 
-    server   letters(contract, server, counted)           ->  one sealed download for each client that takes part
-    client   answer(contract, id, data, memory, letter)   ->  the client's new memory, and its sealed upload
-    server   close(contract, server, replies)             ->  the next server state, and a report
+    server   downloads(contract, server, counted)         ->  one sealed download for each client that takes part
+    client   answer(contract, id, data, memory, download) ->  the client's new memory, and its sealed upload
+    server   close(contract, server, uploads)             ->  the next server state, and a report
 
 See `commjax.federation.flower` for a network.
 
 The payload of an upload is `compressor.encode`.  The payload of a download is the raw leaves of the fields
-`Exchange.down`.  A method may replace both by codecs (`Exchange.letter` and `Exchange.reply`).  Both have exactly the
+`Exchange.down`.  A method may replace both by codecs (`Exchange.download` and `Exchange.upload`).  Both have exactly the
 bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for bit.
 A client commits a round only when the next download says that its upload was counted.  An upload that comes too late
 therefore changes nothing on either side.
@@ -62,10 +62,10 @@ __all__ = [
     "Report",
     "answer",
     "close",
+    "downloads",
     "fingerprint",
     "first_memory",
     "halves",
-    "letters",
     "members",
     "start",
 ]
@@ -157,7 +157,7 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn):
     return before, after, step
 
 
-def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
+def downloads(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict[int, bytes]:
     """Make the downloads of a round.
 
     Args:
@@ -171,10 +171,10 @@ def letters(contract: Contract, server: Any, counted: Mapping[int, int]) -> dict
     """
     exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
     asked = members(contract, round)
-    if exchange.letter is None:
+    if exchange.download is None:
         payloads = [wire.encode_tree(received_fields(exchange, server))] * len(asked)
     else:
-        payloads = exchange.letter.write(key_round(contract, round), server, asked, contract.n)
+        payloads = exchange.download.write(key_round(contract, round), server, asked, contract.n)
     for i, payload in zip(asked, payloads, strict=True):
         if 8 * len(payload) != price_down(exchange, server, i):
             price = price_down(exchange, server, i)
@@ -210,7 +210,7 @@ def _new_secret() -> Key:
 
 
 def answer(
-    contract: Contract, id: int, data: PyTree, memory: Memory, letter: bytes, secret: Key | None = None
+    contract: Contract, id: int, data: PyTree, memory: Memory, download: bytes, secret: Key | None = None
 ) -> tuple[Memory, bytes]:
     """Run the client's part of a round.
 
@@ -221,7 +221,7 @@ def answer(
         id: the client's number.
         data: the client's data, without a client axis.
         memory: the client's memory after its last round, or `first_memory`.
-        letter: the sealed download.
+        download: the sealed download.
         secret: secret key of a private method, for tests; None draws one.
 
     Returns:
@@ -229,7 +229,7 @@ def answer(
     """
     exchange, run = halves(contract), fingerprint(contract)
     first = start(contract, jnp.asarray([id]))
-    header, payload = unseal(letter, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
+    header, payload = unseal(download, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
     if header.client != id:
         raise RefusedError(f"foreign: a download to client {header.client}, this is client {id}")
     if header.round > _LAST_ROUND:
@@ -246,10 +246,10 @@ def answer(
     # Fields that are not sent are None, so that a method cannot read them.
     key = key_round(contract, header.round)
     try:
-        if exchange.letter is None:
+        if exchange.download is None:
             received = wire.decode_tree(payload, received_fields(exchange, first.server))
         else:
-            received = exchange.letter.read(key, payload, first.server, id, contract.n)
+            received = exchange.download.read(key, payload, first.server, id, contract.n)
     except ValueError as error:
         raise RefusedError(f"malformed: {error}") from error
     _refuse_numbers(f"the download of round {header.round} to client {id}", received)
@@ -266,8 +266,8 @@ def answer(
     before, after, _ = _programs(exchange, contract.n, contract.batch_fn)
     everything = ((*keys_of(contract), secret), contract.hparams, server, row, data)
     x, loss, new = before(*everything)
-    if exchange.reply is not None:
-        sent = exchange.reply.write(key, x, id, contract.n)
+    if exchange.upload is not None:
+        sent = exchange.upload.write(key, x, id, contract.n)
     elif exchange.compressor is None:
         sent = wire.encode_tree(x)
     else:
@@ -275,8 +275,8 @@ def answer(
         new = after(*everything, exchange.compressor.decode(key, sent, x, id, contract.n))
     pending = wire.encode_tree(new)
     told = math.nan if exchange.private else float(loss)
-    reply = seal(Header("up", run, header.round, id, loss=told), sent)
-    return memory._replace(pending=pending, pending_round=header.round), reply
+    upload = seal(Header("up", run, header.round, id, loss=told), sent)
+    return memory._replace(pending=pending, pending_round=header.round), upload
 
 
 def _refuse_numbers(what: str, received: PyTree) -> None:
@@ -293,7 +293,7 @@ def _refuse_numbers(what: str, received: PyTree) -> None:
             )
 
 
-def longest_reply(contract: Contract, server: Any, id: int) -> int:
+def longest_upload(contract: Contract, server: Any, id: int) -> int:
     """Number of bytes of the payload that a client sends in this round, as an exact integer.
 
     Args:
@@ -305,22 +305,22 @@ def longest_reply(contract: Contract, server: Any, id: int) -> int:
         The number of bytes; for a compressor without `length`, an upper bound.
     """
     exchange, like = halves(contract), received_fields(halves(contract), server)
-    if exchange.reply is not None:
-        return int(exchange.reply.bits(server, id)) // 8
+    if exchange.upload is not None:
+        return int(exchange.upload.bits(server, id)) // 8
     if exchange.compressor is None:
         return rounds.dense_bits(like) // 8
     return payload_bytes(exchange.compressor, key_round(contract, int(server.round)), like, id, contract.n)
 
 
-def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> tuple[PyTree, float, int]:
+def _open(contract: Contract, run: int, server: Any, id: int, upload: bytes) -> tuple[PyTree, float, int]:
     """The value, the loss and the number of payload bytes of an upload.  ValueError if it is not valid."""
     exchange, round = halves(contract), int(server.round)
     like, key = received_fields(exchange, server), key_round(contract, round)
-    header, payload = unseal(reply, kind="up", run=run, limit=longest_reply(contract, server, id))
+    header, payload = unseal(upload, kind="up", run=run, limit=longest_upload(contract, server, id))
     if (header.client, header.round) != (id, round):
         raise RefusedError(f"foreign: from client {header.client} in round {header.round}, not {id} in {round}")
-    if exchange.reply is not None:
-        value = exchange.reply.read(key, payload, server, id, contract.n)
+    if exchange.upload is not None:
+        value = exchange.upload.read(key, payload, server, id, contract.n)
     elif exchange.compressor is None:
         value = wire.decode_tree(payload, like)
     else:
@@ -332,7 +332,7 @@ def _open(contract: Contract, run: int, server: Any, id: int, reply: bytes) -> t
 
 
 def close(
-    contract: Contract, server: Any, replies: Mapping[int, bytes], reasons: Mapping[int, str] | None = None
+    contract: Contract, server: Any, uploads: Mapping[int, bytes], reasons: Mapping[int, str] | None = None
 ) -> tuple[Any, Report]:
     """Run the server's part of a round: open the uploads, reduce them, take the server step.
 
@@ -343,7 +343,7 @@ def close(
     Args:
         contract: of the run.
         server: server state at the beginning of the round.
-        replies: the sealed upload of each client that answered, by id.
+        uploads: the sealed upload of each client that answered, by id.
         reasons: by id, why the other clients sent nothing.
 
     Returns:
@@ -352,12 +352,12 @@ def close(
     """
     exchange, round, run = halves(contract), int(server.round), fingerprint(contract)
     asked = members(contract, round)
-    absent = {i: (reasons or {}).get(i, "no answer") for i in asked if i not in replies}
+    absent = {i: (reasons or {}).get(i, "no answer") for i in asked if i not in uploads}
     opened: dict[int, tuple[PyTree, float, int]] = {}
     for i in asked:
-        if i in replies:
+        if i in uploads:
             try:
-                opened[i] = _open(contract, run, server, i, replies[i])
+                opened[i] = _open(contract, run, server, i, uploads[i])
             except ValueError as error:
                 absent[i] = str(error)
     robust = exchange.reduce is not None

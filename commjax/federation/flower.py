@@ -79,23 +79,23 @@ def client_app(contract: Callable[[Config], Contract], data: Callable[[Config, i
 
     @app.query("hello")
     def hello(message, context):
-        def answer(letter: bytes) -> bytes:
+        def answer(download: bytes) -> bytes:
             agreed = _agreed(contract, context)
             run = exchange.fingerprint(agreed)
-            unseal(letter, kind="hello", run=run, limit=0)
+            unseal(download, kind="hello", run=run, limit=0)
             return seal(Header("hello", run, 0, _own_id(context, agreed.n)), b"")
 
         return reply_to(message, answer)
 
     @app.query("round")
     def one_round(message, context):
-        def answer(letter: bytes) -> bytes:
+        def answer(download: bytes) -> bytes:
             agreed = _agreed(contract, context)
             id = _own_id(context, agreed.n)
             known = _RECORD in context.state
             memory = Memory(**context.state[_RECORD]) if known else exchange.first_memory(agreed, id)
             own = jax.tree.map(jnp.asarray, data(context.run_config, id))
-            memory, sealed = exchange.answer(agreed, id, own, memory, letter)
+            memory, sealed = exchange.answer(agreed, id, own, memory, download)
             context.state[_RECORD] = flwr.ConfigRecord(memory._asdict())
             return sealed
 
@@ -161,13 +161,13 @@ def drive(
     counted: dict[int, int] = {}
     missing: set[int] = set()
     for round in range(rounds):
-        letters = exchange.letters(contract, server, counted)
-        asked = {i: (nodes[i], letter) for i, letter in letters.items()}
-        patient = set(letters) - missing
-        replies, reasons = _ask(flwr, grid, "query.round", asked, timeout, lambda heard, _, who=patient: who <= heard)
-        server, report = exchange.close(contract, server, replies, reasons)
+        downloads = exchange.downloads(contract, server, counted)
+        asked = {i: (nodes[i], download) for i, download in downloads.items()}
+        patient = set(downloads) - missing
+        uploads, reasons = _ask(flwr, grid, "query.round", asked, timeout, lambda heard, _, who=patient: who <= heard)
+        server, report = exchange.close(contract, server, uploads, reasons)
         missing = set(report.absent)
-        counted |= {i: round for i in replies if i not in missing}
+        counted |= {i: round for i in uploads if i not in missing}
         seen(server, report)
     return server
 
@@ -180,24 +180,24 @@ def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]
         if time.monotonic() > until:
             raise AbsentError(f"{len(online)} of {n} SuperNodes are online after {timeout:g} s")
         time.sleep(_PAUSE)
-    letter = seal(Header("hello", run, 0, 0), b"")
-    asked = {node: (node, letter) for node in online}  # a node that has just died may still be listed
+    download = seal(Header("hello", run, 0, 0), b"")
+    asked = {node: (node, download) for node in online}  # a node that has just died may still be listed
 
-    def opened(reply: bytes) -> int | str:
+    def opened(upload: bytes) -> int | str:
         """The id of the client that sent it, or the reason why it is refused."""
         try:
-            id = unseal(reply, kind="hello", run=run, limit=0)[0].client
+            id = unseal(upload, kind="hello", run=run, limit=0)[0].client
         except RefusedError as error:
             return str(error)
         return id if id < n else f"foreign: {ID} must be 0 to {n - 1}, got {id}"
 
-    def complete(heard: set[int], replies: dict[int, bytes]) -> bool:
-        return heard == set(asked) or len({id for id in map(opened, replies.values()) if isinstance(id, int)}) >= n
+    def complete(heard: set[int], uploads: dict[int, bytes]) -> bool:
+        return heard == set(asked) or len({id for id in map(opened, uploads.values()) if isinstance(id, int)}) >= n
 
-    replies, reasons = _ask(flwr, grid, "query.hello", asked, timeout, complete)
+    uploads, reasons = _ask(flwr, grid, "query.hello", asked, timeout, complete)
     nodes: dict[int, int] = {}
-    for node, reply in replies.items():
-        id = opened(reply)
+    for node, upload in uploads.items():
+        id = opened(upload)
         if isinstance(id, str):
             reasons[node] = id
         elif id in nodes:
@@ -213,27 +213,27 @@ def _ask(
     flwr: Any,
     grid: Any,
     kind: str,
-    letters: Mapping[int, tuple[int, bytes]],
+    downloads: Mapping[int, tuple[int, bytes]],
     timeout: float,
     enough: Callable[[set[int], dict[int, bytes]], bool],
 ) -> tuple[dict[int, bytes], dict[int, str]]:
     """Send messages, and wait for the answers until `enough(names that answered, answers)` or the timeout.
 
-    `letters` is name -> (node, bytes).  Returns the answers by name, and the reasons for missing ones by name.
+    `downloads` is name -> (node, bytes).  Returns the answers by name, and the reasons for missing ones by name.
     """
 
-    def message(node: int, letter: bytes):
-        content = flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": letter})})
+    def message(node: int, download: bytes):
+        content = flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": download})})
         return flwr.Message(content, node, kind, ttl=2 * timeout)  # longer than the timeout of this function
 
-    pushed = grid.push_messages([message(*letter) for letter in letters.values()])
-    names = {id: name for id, name in zip(pushed, letters) if id is not None}
+    pushed = grid.push_messages([message(*download) for download in downloads.values()])
+    names = {id: name for id, name in zip(pushed, downloads) if id is not None}
     reasons = {name: f"no answer within {timeout:g} s" for name in names.values()}
-    reasons = {name: reasons.get(name, "the SuperLink did not take the message") for name in letters}
-    replies: dict[int, bytes] = {}
-    heard = set(letters) - set(names.values())
+    reasons = {name: reasons.get(name, "the SuperLink did not take the message") for name in downloads}
+    uploads: dict[int, bytes] = {}
+    heard = set(downloads) - set(names.values())
     until = time.monotonic() + timeout
-    while not enough(heard, replies) and time.monotonic() < until:
+    while not enough(heard, uploads) and time.monotonic() < until:
         time.sleep(_PAUSE)
         for found in grid.pull_messages(list(names)):
             name = names.pop(found.metadata.reply_to_message_id)
@@ -241,5 +241,5 @@ def _ask(
             if found.has_error():
                 reasons[name] = str(found.error.reason)
             else:
-                replies[name] = _sealed(found)
-    return replies, {name: why for name, why in reasons.items() if name not in replies}
+                uploads[name] = _sealed(found)
+    return uploads, {name: why for name, why in reasons.items() if name not in uploads}

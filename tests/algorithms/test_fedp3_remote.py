@@ -1,4 +1,4 @@
-"""FedP3 on letters: every way to prune, to train and to join is the simulation's, bit for bit, at the ledger's price."""
+"""FedP3 on payloads: every way to prune, to train and to join is the simulation's, bit for bit, at the ledger's price."""
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,13 @@ def test_letters_are_the_simulation(way):
     step, key = jax.jit(algorithm.step), jax.random.split(KEY)[0]
     sizes = set()
     for _ in range(2):
-        letters, replies, report = federation.round()
+        downloads, uploads, report = federation.round()
         state, metrics = step(key, contract.hparams, state, DATA)
         equal_bits(*shared(federation.server, state.server))
         for i in range(N):
             equal_bits(*shared(federation.row(i), rows(state.clients, i)))
         assert (report.bits_up, report.bits_down) == (float(metrics.bits_up), float(metrics.bits_down))
-        for messages, bits in ((letters, report.bits_down), (replies, report.bits_up)):
+        for messages, bits in ((downloads, report.bits_down), (uploads, report.bits_up)):
             assert 8 * sum(len(one) - test_exchange.HEADER_BYTES for one in messages.values()) == bits * N
             sizes |= {len(one) for one in messages.values()}
     assert len(sizes) > 3  # what a client is sent and sends is its own

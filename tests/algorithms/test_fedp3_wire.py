@@ -1,4 +1,4 @@
-"""FedP3's letters: what leaves a client, what it can read, and that the ledger counts these bytes."""
+"""FedP3's payloads: what leaves a client, what it can read, and that the ledger counts these bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_a_client_reads_what_the_server_wrote(pruning):
 
 
 def test_of_a_large_layer_as_many_weights_are_kept_as_the_ledger_charges():
-    """1 - k / size, a float, gave one weight more here: the letter was longer than its price."""
+    """1 - k / size, a float, gave one weight more here: the payload was longer than its bits."""
     shape = 17744, 1024
     found = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     assert int(submodels._best(found, 0.95).sum()) == submodels.kept(found.size, 0.95) == 17_261_363

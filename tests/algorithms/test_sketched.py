@@ -99,11 +99,11 @@ def test_leaves_of_several_widths_travel_as_one_vector_and_are_paid_for_as_such(
 
     algorithm = sketched.sketched(jax.value_and_grad(loss), sketched.uniform(0.5))
     state = algorithm.init(params, jnp.arange(2))
-    assert algorithm.exchange is not None and algorithm.exchange.letter is not None
+    assert algorithm.exchange is not None and algorithm.exchange.download is not None
     with jax.numpy_dtype_promotion("standard"):
-        letters = algorithm.exchange.letter.write(KEY, state.server, [0, 1], 2)
+        downloads = algorithm.exchange.download.write(KEY, state.server, [0, 1], 2)
         price = algorithm.exchange.bits_down(state.server)
-    assert [8 * len(letter) for letter in letters] == [price] * 2 == [128, 128]
+    assert [8 * len(download) for download in downloads] == [price] * 2 == [128, 128]
 
 
 def test_parameters_may_be_any_tree():

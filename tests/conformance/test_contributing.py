@@ -70,7 +70,7 @@ def test_the_algorithm_converges_on_one_device_on_two_and_as_a_federation():
         algorithm, hparams, lambda ids: algorithm.init(registry.start(jnp.float64), ids), registry.N, KEY, rounds=1
     )
     server = exchange.start(contract, jnp.asarray(registry.IDS)).server
-    downloads = exchange.letters(contract, server, {})
+    downloads = exchange.downloads(contract, server, {})
     uploads = {
         i: exchange.answer(
             contract,

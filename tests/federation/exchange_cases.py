@@ -33,7 +33,7 @@ def contract_of(name):
     return Contract(case.algorithm, case.hparams, init, len(case.ids), KEY, rounds=3), case.data
 
 
-# No exchange of one letter and one reply a round, and why:
+# No exchange of one download and one upload a round, and why:
 REFUSED = {
     # Its rounds that communicate are those of "scafflix", which has an exchange; here a step is one iteration, and most send nothing.
     "scafflix iterations",
@@ -62,25 +62,25 @@ class Federation:
         self.server = exchange.start(contract, jnp.arange(contract.n)).server
         self.counted = {}
 
-    def answers(self, letters, silent=()):
-        replies = {}
-        for i, letter in letters.items():
+    def answers(self, downloads, silent=()):
+        uploads = {}
+        for i, download in downloads.items():
             if i not in silent:
                 own = rows(self.data, i)
-                found = exchange.answer(self.contract, i, own, self.memory[i], letter, self.secret())
-                self.memory[i], replies[i] = found
-        return replies
+                found = exchange.answer(self.contract, i, own, self.memory[i], download, self.secret())
+                self.memory[i], uploads[i] = found
+        return uploads
 
     def round(self, silent=()):
-        letters = exchange.letters(self.contract, self.server, self.counted)
-        replies = self.answers(letters, silent)
+        downloads = exchange.downloads(self.contract, self.server, self.counted)
+        uploads = self.answers(downloads, silent)
         number = int(self.server.round)
-        self.server, report = exchange.close(self.contract, self.server, replies)
-        self.counted |= {i: number for i in replies}
-        return letters, replies, report
+        self.server, report = exchange.close(self.contract, self.server, uploads)
+        self.counted |= {i: number for i in uploads}
+        return downloads, uploads, report
 
     def row(self, i):
-        """As it is once the server's next letter has been opened"""
+        """As it is once the server's next download has been opened"""
         like = rows(exchange.start(self.contract, jnp.arange(self.contract.n)).clients, i)
         memory, commit = self.memory[i], self.contract.algorithm.exchange.commit
         if not memory.pending or self.counted.get(i, -1) != memory.pending_round:

@@ -20,7 +20,7 @@ TRIALS = int(os.environ.get("COMMJAX_FUZZ", "1000"))
 
 def codecs(name):
     found = registry.build(name).algorithm.exchange
-    return [way for way in ("letter", "reply") if getattr(found, way) is not None]
+    return [way for way in ("download", "upload") if getattr(found, way) is not None]
 
 
 @pytest.mark.parametrize("name, way", [(name, way) for name in ONCE for way in codecs(name)])
@@ -28,8 +28,8 @@ def test_a_damaged_payload_is_refused_or_has_the_right_shapes(name, way):
     contract, data = contract_of(name)
     federation = Federation(contract, data, (lambda: jax.random.key(1)) if name in PRIVATE else None)
     server = federation.server
-    letters, replies, _ = federation.round()
-    payload = {"letter": letters, "reply": replies}[way][1][HEADER_BYTES:]
+    downloads, uploads, _ = federation.round()
+    payload = {"download": downloads, "upload": uploads}[way][1][HEADER_BYTES:]
     key = exchange.key_round(contract, 0)
     read = getattr(contract.algorithm.exchange, way).read
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(read(key, payload, server, 1, contract.n))]

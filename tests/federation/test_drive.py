@@ -69,7 +69,7 @@ FLWR = SimpleNamespace(
 class Grid:
     """`ids`: node -> the client it says it is; `dead`: nodes that are silent; `change`: what happens to a reply on its way."""
 
-    def __init__(self, contract, ids, dead=(), change=lambda node, reply: reply):
+    def __init__(self, contract, ids, dead=(), change=lambda node, upload: upload):
         self.client = flower.client_app(contract, lambda config, id: jax.tree.map(lambda leaf: leaf[id], DATA))
         self.contexts = {node: self.context(id) for node, id in ids.items()}
         self.dead, self.change, self.sent, self.numbers = set(dead), change, {}, count()
@@ -92,8 +92,8 @@ class Grid:
         for id in ids:
             message = self.sent.pop(id) if id in self.sent and self.sent[id].node not in self.dead else None
             if message is not None:
-                reply = self.client.functions[message.kind](message, self.contexts[message.node])
-                found.append(self.change(message.node, reply))
+                upload = self.client.functions[message.kind](message, self.contexts[message.node])
+                found.append(self.change(message.node, upload))
         return found
 
 
@@ -155,18 +155,18 @@ def test_a_dead_node_is_absent_where_that_has_a_law_and_an_error_elsewhere(node,
 
 
 def test_a_damaged_or_strange_reply_is_refused_and_the_reason_is_told():
-    def damage(node, reply):
-        if node == 11 and "commjax" in (reply.content or {}) and len(reply.content["commjax"]["message"]) > 44:
-            reply.content["commjax"]["message"] = reply.content["commjax"]["message"][:-1] + b"\xff"
-        return reply
+    def damage(node, upload):
+        if node == 11 and "commjax" in (upload.content or {}) and len(upload.content["commjax"]["message"]) > 44:
+            upload.content["commjax"]["message"] = upload.content["commjax"]["message"][:-1] + b"\xff"
+        return upload
 
     with pytest.raises(AbsentError, match="round 0: client 0: malformed: the checksum is wrong"):
         run(top_k(3), change=damage)
 
-    def strange(node, reply):
-        if node == 11 and len(reply.content["commjax"]["message"]) > 44:
-            reply.content["commjax"] = {"message": 3.5}
-        return reply
+    def strange(node, upload):
+        if node == 11 and len(upload.content["commjax"]["message"]) > 44:
+            upload.content["commjax"] = {"message": 3.5}
+        return upload
 
     with pytest.raises(AbsentError, match="round 0: client 0: malformed: 0 bytes, a header alone has 44"):
         run(top_k(3), change=strange)
@@ -175,12 +175,12 @@ def test_a_damaged_or_strange_reply_is_refused_and_the_reason_is_told():
 @pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
 def test_a_client_whose_message_is_not_finite_is_refused_with_its_name_and_the_round(number):
     def poisoned(round):
-        def change(node, reply):
-            sealed = (reply.content or {}).get("commjax", {}).get("message", b"")
+        def change(node, upload):
+            sealed = (upload.content or {}).get("commjax", {}).get("message", b"")
             if node == 12 and len(sealed) > HEADER_BYTES and int.from_bytes(sealed[16:20], "little") >= round:
                 header, payload = unseal(sealed, kind="up", run=int.from_bytes(sealed[8:16], "little"), limit=10**4)
-                reply.content["commjax"]["message"] = seal(header, np.float64(number).tobytes() + payload[8:])
-            return reply
+                upload.content["commjax"]["message"] = seal(header, np.float64(number).tobytes() + payload[8:])
+            return upload
 
         return change
 
@@ -225,12 +225,12 @@ def test_a_supernode_without_a_number_says_so():
 
 
 def test_hellos_that_fail_or_are_damaged_do_not_count_and_do_not_end_the_run():
-    def broken(node, reply):
+    def broken(node, upload):
         if node == 3:
-            return Message(FLWR.Error(0, "out of memory"), reply_to=None if reply is None else Reply(reply))
-        if node == 5 and reply.content is not None:
-            reply.content["commjax"]["message"] = b"rubbish"
-        return reply
+            return Message(FLWR.Error(0, "out of memory"), reply_to=None if upload is None else Reply(upload))
+        if node == 5 and upload.content is not None:
+            upload.content["commjax"]["message"] = b"rubbish"
+        return upload
 
     # Nodes 3, 5 and 7 (which the SuperLink does not take) are heard before any good one.
     _, seen = run(top_k(3), {3: 0, 5: 1, 7: 2, **{node + 10: id for node, id in IDS.items()}}, dead=(7,), change=broken)

@@ -60,7 +60,7 @@ def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledg
     federation = Federation(contract, data, known if name in PRIVATE else None)
     state, step = contract.init(jnp.arange(contract.n)), jax.jit(contract.algorithm.step)
     for _ in range(2):
-        letters, replies, report = federation.round()
+        downloads, uploads, report = federation.round()
         state, metrics = step(key_step, contract.hparams, state, data)
         equal = close if name in ROUNDED else equal_bits
         equal(*shared(federation.server, state.server))
@@ -72,9 +72,9 @@ def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledg
         assert report.bits_down == pytest.approx(float(metrics.bits_down), rel=1e-12)
         told = np.nan if name in PRIVATE else float(metrics.loss)
         assert report.loss == pytest.approx(told, rel=1e-10, nan_ok=True) and report.absent == {}
-        weighed = [sum(len(one) - HEADER_BYTES for one in way.values()) for way in (replies, letters)]
+        weighed = [sum(len(one) - HEADER_BYTES for one in way.values()) for way in (uploads, downloads)]
         assert 8 * np.array(weighed) / contract.n == pytest.approx([report.bits_up, report.bits_down], rel=1e-12)
-        assert report.header_bytes == HEADER_BYTES * (len(letters) + len(replies))
+        assert report.header_bytes == HEADER_BYTES * (len(downloads) + len(uploads))
 
 
 def test_the_trajectory_is_that_of_one_client_a_device_bit_for_bit():
@@ -153,10 +153,10 @@ def test_a_private_client_answers_every_round_once_and_no_more_than_the_accounta
     contract, data = contract_of("ldp-fedp3")
     federation = Federation(contract, data)
     before = exchange.first_memory(contract, 0)
-    letters = exchange.letters(contract, federation.server, {})
-    memory, _ = exchange.answer(contract, 0, rows(data, 0), before, letters[0])
+    downloads = exchange.downloads(contract, federation.server, {})
+    memory, _ = exchange.answer(contract, 0, rows(data, 0), before, downloads[0])
     with pytest.raises(RefusedError, match=r"client 0 answers each of 3 rounds .* once, in order, not 0 after 0"):
-        exchange.answer(contract, 0, rows(data, 0), memory, letters[0])
+        exchange.answer(contract, 0, rows(data, 0), memory, downloads[0])
     for _ in range(3):
         federation.round()
     with pytest.raises(RefusedError, match="not 3 after 2"):

@@ -50,11 +50,11 @@ def test_a_reply_that_came_too_late_is_forgotten_by_the_client_as_well():
     contract = quadratics(NICE)
     federation = Federation(contract, DATA)
     federation.round()
-    letters = exchange.letters(contract, federation.server, federation.counted)
-    replies = federation.answers(letters)  # all answer; the reply of client 1 is lost
-    del replies[1]
-    federation.server, report = exchange.close(contract, federation.server, replies)
-    federation.counted |= {i: 1 for i in replies}
+    downloads = exchange.downloads(contract, federation.server, federation.counted)
+    uploads = federation.answers(downloads)  # all answer; the upload of client 1 is lost
+    del uploads[1]
+    federation.server, report = exchange.close(contract, federation.server, uploads)
+    federation.counted |= {i: 1 for i in uploads}
     assert set(report.absent) == {1}
     mean_is_kept(federation)
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_a_client_that_lost_its_state_is_refused():
 
 
 def with_number(contract, sealed, number, loss=0.0):
-    """A reply of a dense method with one number replaced, sealed anew"""
+    """An upload of a dense method with one number replaced, sealed anew"""
     header, payload = unseal(sealed, kind="up", run=exchange.fingerprint(contract), limit=10**6)
     return seal(header._replace(loss=loss), payload[:-8] + np.float64(number).tobytes())
 
@@ -79,10 +79,10 @@ def with_number(contract, sealed, number, loss=0.0):
 def test_a_message_that_is_not_finite_or_absurd_is_refused_with_the_client_and_the_round():
     federation = Federation(quadratics(DENSE), DATA)
     federation.round()
-    letters = exchange.letters(federation.contract, federation.server, federation.counted)
-    replies = federation.answers(letters)
+    downloads = exchange.downloads(federation.contract, federation.server, federation.counted)
+    uploads = federation.answers(downloads)
     for number in BAD:
-        wrong = replies | {2: with_number(federation.contract, replies[2], number)}
+        wrong = uploads | {2: with_number(federation.contract, uploads[2], number)}
         message = (
             rf"round 1: client 2: the message has 1 of 30 numbers .* such as {re.escape(str(number))}; .*1.34e\+154"
         )
@@ -93,9 +93,9 @@ def test_a_message_that_is_not_finite_or_absurd_is_refused_with_the_client_and_t
             exchange.close(
                 federation.contract,
                 federation.server,
-                replies | {2: with_number(federation.contract, replies[2], 0.1, loss)},
+                uploads | {2: with_number(federation.contract, uploads[2], 0.1, loss)},
             )
-    large = replies | {2: with_number(federation.contract, replies[2], 1.3e154)}
+    large = uploads | {2: with_number(federation.contract, uploads[2], 1.3e154)}
     server, report = exchange.close(federation.contract, federation.server, large)
     assert report.absent == {} and np.isfinite(server.params).all()
 
@@ -103,13 +103,13 @@ def test_a_message_that_is_not_finite_or_absurd_is_refused_with_the_client_and_t
 def test_where_absence_has_a_law_a_message_that_is_not_finite_is_an_absent_one():
     contract = quadratics(SILENT)
     federation = Federation(contract, DATA)
-    letters = exchange.letters(contract, federation.server, {})
-    replies = federation.answers(letters)
-    who = next(i for i in range(4) if len(replies[i]) > HEADER_BYTES)
-    damaged = replies | {who: with_number(contract, replies[who], np.nan)}
-    del replies[who]
+    downloads = exchange.downloads(contract, federation.server, {})
+    uploads = federation.answers(downloads)
+    who = next(i for i in range(4) if len(uploads[i]) > HEADER_BYTES)
+    damaged = uploads | {who: with_number(contract, uploads[who], np.nan)}
+    del uploads[who]
     (found, report), (wanted, other) = (
-        exchange.close(contract, federation.server, some) for some in (damaged, replies)
+        exchange.close(contract, federation.server, some) for some in (damaged, uploads)
     )
     equal_bits(found, wanted)
     assert set(report.absent) == set(other.absent) == {who} and "not finite" in report.absent[who]
@@ -118,21 +118,21 @@ def test_where_absence_has_a_law_a_message_that_is_not_finite_is_an_absent_one()
 def test_a_server_whose_params_do_not_stay_finite_stops_and_keeps_the_last_good_ones():
     contract = quadratics(DENSE)._replace(hparams=ef_bv.HParams(1e200, 0.4, 0.7))
     federation = Federation(contract, DATA)
-    letters = exchange.letters(contract, federation.server, {})
-    replies = {i: with_number(contract, reply, 1e154) for i, reply in federation.answers(letters).items()}
+    downloads = exchange.downloads(contract, federation.server, {})
+    uploads = {i: with_number(contract, upload, 1e154) for i, upload in federation.answers(downloads).items()}
     before = jax.tree.map(np.array, federation.server)
     with pytest.raises(runner.DivergedError, match=r"params are not finite after round 0 with HParams\(gamma=1e\+200"):
-        exchange.close(contract, federation.server, replies)
+        exchange.close(contract, federation.server, uploads)
     equal_bits(federation.server, before)
 
 
 def test_a_robust_server_leaves_out_who_is_refused_or_absent():
     contract = quadratics(DENSE, reduce=robust.median())
     federation = Federation(contract, DATA)
-    letters = exchange.letters(contract, federation.server, {})
-    replies = federation.answers(letters)
-    values = [np.frombuffer(replies[i][HEADER_BYTES:]) for i in (1, 2)]
-    wrong = {0: with_number(contract, replies[0], np.nan), 1: replies[1], 2: replies[2]}
+    downloads = exchange.downloads(contract, federation.server, {})
+    uploads = federation.answers(downloads)
+    values = [np.frombuffer(uploads[i][HEADER_BYTES:]) for i in (1, 2)]
+    wrong = {0: with_number(contract, uploads[0], np.nan), 1: uploads[1], 2: uploads[2]}
     server, report = exchange.close(contract, federation.server, wrong)
     assert set(report.absent) == {0, 3} and report.absent[3] == "no answer"
     gamma, lam, nu = contract.hparams

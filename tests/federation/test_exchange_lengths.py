@@ -53,8 +53,8 @@ def test_an_honest_message_of_more_than_2_24_parameters_is_accepted():
         contract = Contract(algorithm, ef_bv.HParams(0.5, 1.0, 1.0), lambda ids: algorithm.init(start, ids), 1, KEY)
         server = contract.init(jnp.arange(1)).server
         payload = np.ones(LARGE, np.float32).tobytes()
-        reply = seal(Header("up", exchange.fingerprint(contract), 0, 0), payload)
-        server, report = exchange.close(contract, server, {0: reply})
+        upload = seal(Header("up", exchange.fingerprint(contract), 0, 0), payload)
+        server, report = exchange.close(contract, server, {0: upload})
         assert report.bits_up == report.bits_down == 32 * LARGE and np.unique(server.params).tolist() == [-0.5]
         with pytest.raises(AbsentError, match="client 0: oversized: "):
-            exchange.close(contract, server._replace(round=server.round - 1), {0: reply + b"\0"})
+            exchange.close(contract, server._replace(round=server.round - 1), {0: upload + b"\0"})

@@ -1,4 +1,4 @@
-"""What an exchange refuses: letters of others, bad downloads, methods and contracts that do not keep to one letter a round."""
+"""What an exchange refuses: downloads of others, bad downloads, methods and contracts that do not keep to one letter a round."""
 
 from functools import partial
 
@@ -22,30 +22,30 @@ from tests.federation.exchange_cases import BAD, DATA, DENSE, KEY, TOP, Federati
 def test_letters_and_replies_of_others_are_refused():
     contract = quadratics(TOP)
     federation = Federation(contract, DATA)
-    letters = exchange.letters(contract, federation.server, {})
-    answer = lambda letter, by=contract: exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], letter)  # noqa: E731
+    downloads = exchange.downloads(contract, federation.server, {})
+    answer = lambda download, by=contract: exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], download)  # noqa: E731
     with pytest.raises(RefusedError, match="foreign: a download to client 1, this is client 0"):
-        answer(letters[1])
+        answer(downloads[1])
     for other in (contract._replace(run=1), contract._replace(key=jax.random.key(8)), quadratics(top_k(2))):
         with pytest.raises(RefusedError, match="foreign: a message of run"):
-            answer(letters[0], other)
+            answer(downloads[0], other)
     with pytest.raises(RefusedError, match="oversized"):
-        answer(letters[0] + b"\0")
+        answer(downloads[0] + b"\0")
     run = exchange.fingerprint(contract)
     with pytest.raises(RefusedError, match="malformed: "):
-        answer(seal(Header("down", run, 0, 0), letters[0][HEADER_BYTES:-8]))
+        answer(seal(Header("down", run, 0, 0), downloads[0][HEADER_BYTES:-8]))
 
-    replies = federation.answers(letters)
-    payload = replies[0][HEADER_BYTES:]
+    uploads = federation.answers(downloads)
+    payload = uploads[0][HEADER_BYTES:]
     for wrong, reason in [
-        (replies[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),
+        (uploads[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),
         (seal(Header("up", run, 4, 0), payload), "foreign: from client 0 in round 4, not 0 in 0"),
         (seal(Header("up", run, 0, 0), payload + b"\0"), "client 0: oversized"),
         (seal(Header("up", run, 0, 0), payload[:-1]), "client 0: a field of 12 bits has 2 bytes, got 1"),
-        (replies[0][:-1] + b"\xff", "client 0: malformed: the checksum is wrong"),
+        (uploads[0][:-1] + b"\xff", "client 0: malformed: the checksum is wrong"),
     ]:
         with pytest.raises(AbsentError, match=reason):
-            exchange.close(contract, federation.server, replies | {0: wrong})
+            exchange.close(contract, federation.server, uploads | {0: wrong})
 
 
 def test_a_download_that_is_not_finite_or_of_an_impossible_round_is_refused_by_the_client():
@@ -99,10 +99,10 @@ def test_a_method_whose_letters_have_another_price_than_its_ledger_says_is_refus
         exchange.halves(odd(lambda *_: None, 12.0))
     contract, _ = contract_of("sketched pruned")
     halves = contract.algorithm.exchange
-    dear = halves._replace(letter=halves.letter._replace(bits=lambda server, id: 641.0))
+    dear = halves._replace(download=halves.download._replace(bits=lambda server, id: 641.0))
     contract = contract._replace(algorithm=contract.algorithm._replace(exchange=dear))
     with pytest.raises(ValueError, match="the download to client 0 has 640 bits, but the ledger says 641"):
-        exchange.letters(contract, exchange.start(contract, jnp.arange(8)).server, {})
+        exchange.downloads(contract, exchange.start(contract, jnp.arange(8)).server, {})
 
 
 def test_a_client_cannot_read_what_was_not_sent_to_it():

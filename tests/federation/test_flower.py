@@ -64,12 +64,12 @@ def test_a_supernode_that_dies_does_not_end_the_run_where_absence_has_a_law(clus
     memory = {i: exchange.first_memory(contract, i) for i in range(N)}
     server, counted = contract.init(jnp.arange(N)).server, {}
     for number, seen in enumerate(rounds):
-        replies = {}
-        for i, letter in exchange.letters(contract, server, counted).items():
+        uploads = {}
+        for i, download in exchange.downloads(contract, server, counted).items():
             if i not in seen["absent"]:
-                memory[i], replies[i] = exchange.answer(contract, i, data[i], memory[i], letter)
-        server, report = exchange.close(contract, server, replies)
-        counted |= {i: number for i in replies}
+                memory[i], uploads[i] = exchange.answer(contract, i, data[i], memory[i], download)
+        server, report = exchange.close(contract, server, uploads)
+        counted |= {i: number for i in uploads}
         assert seen["params"].tobytes() == np.asarray(server.params).tobytes()
         assert seen["bits"][0] == report.bits_up
 

@@ -48,11 +48,11 @@ def test_a_run_with_tls_and_authentication_is_the_run_and_a_stranger_is_kept_out
         kill(stranger)
     contract = task.contract(config)
     server = contract.init(jnp.arange(2)).server
-    letters = exchange.letters(contract, server, {})
+    downloads = exchange.downloads(contract, server, {})
     data = [jax.tree.map(jnp.asarray, task.data(config, i)) for i in range(2)]
-    replies = {
-        i: exchange.answer(contract, i, data[i], exchange.first_memory(contract, i), letters[i])[1] for i in range(2)
+    uploads = {
+        i: exchange.answer(contract, i, data[i], exchange.first_memory(contract, i), downloads[i])[1] for i in range(2)
     }
-    server, report = exchange.close(contract, server, replies)
+    server, report = exchange.close(contract, server, uploads)
     assert rounds[0]["params"].tobytes() == np.asarray(server.params).tobytes() and np.any(server.params != 0)
     assert rounds[0]["bits"].tolist() == [report.bits_up, report.bits_down]

@@ -307,8 +307,8 @@ def fedcr(
         cohort,
         over,
         down=("params", "classes"),
-        letter=_download(),
-        reply=_upload(),
+        download=_download(),
+        upload=_upload(),
         spec=spec,
     )
 

@@ -148,7 +148,16 @@ def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | 
     def bits_down(server: Any) -> float:
         return float(np.mean([price(1, server, id) for id in range(len(plan.keep))]))
 
-    letter, reply = Codec(partial(price, 1), write_down, read_down), Codec(partial(price, 0), write_up, read_up)
+    download, upload = Codec(partial(price, 1), write_down, read_down), Codec(partial(price, 0), write_up, read_up)
     return Exchange(
-        client_step, None, bits_down, ("params",), None, cohort, letter=letter, reply=reply, joined=joined, start=start
+        client_step,
+        None,
+        bits_down,
+        ("params",),
+        None,
+        cohort,
+        download=download,
+        upload=upload,
+        joined=joined,
+        start=start,
     )

@@ -196,9 +196,9 @@ def sketched(
         flat[mask] = wire.decode_values(data, int(mask.sum()), flat.dtype)
         return unravel(jnp.asarray(flat))
 
-    letter = Codec(lambda server, id: bits_down(server), write, read)
+    download = Codec(lambda server, id: bits_down(server), write, read)
     spec = Spec(HParams, Server, Client, check)
-    return rounds.federated(init, client_step, server_step, bits_down, compressor=sketch, letter=letter, spec=spec)
+    return rounds.federated(init, client_step, server_step, bits_down, compressor=sketch, download=download, spec=spec)
 
 
 def server_step(hparams: Any, server: Server, params: Params) -> Server:

@@ -33,15 +33,15 @@ def wire_changes_nothing() -> Claim:
         server, counted, step = state.server, {}, jax.jit(algorithm.step)
         memory = {i: exchange.first_memory(contract, i) for i in range(N)}
         for number in range(ROUNDS):
-            replies = {}
-            for i, letter in exchange.letters(contract, server, counted).items():
+            uploads = {}
+            for i, download in exchange.downloads(contract, server, counted).items():
                 own = jax.tree.map(lambda leaf, i=i: leaf[i], data)
-                memory[i], replies[i] = exchange.answer(contract, i, own, memory[i], letter)
-            server, report = exchange.close(contract, server, replies)
-            counted = dict.fromkeys(replies, number)
+                memory[i], uploads[i] = exchange.answer(contract, i, own, memory[i], download)
+            server, report = exchange.close(contract, server, uploads)
+            counted = dict.fromkeys(uploads, number)
             state, metrics = step(jax.random.split(key)[0], hparams, state, data)
             gap = max(gap, float(np.abs(np.asarray(server.params) - np.asarray(state.server.params)).max()))
-            weighed += 8 * sum(len(reply) - HEADER_BYTES for reply in replies.values()) / N
+            weighed += 8 * sum(len(upload) - HEADER_BYTES for upload in uploads.values()) / N
             ledger += float(metrics.bits_up)
             header += 8 * report.header_bytes / N
     return Claim(
