@@ -7,8 +7,8 @@
 See `commjax.federation.flower` for a network.
 
 The payload of an upload is `compressor.encode`.  The payload of a download is the raw leaves of the fields
-`Exchange.down`.  A method may replace both by codecs (`Exchange.download` and `Exchange.upload`).  Both have exactly the
-bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for bit.
+`Exchange.down`.  A method may replace both by codecs (`Exchange.download` and `Exchange.upload`).  Both have exactly
+the bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for bit.
 A client commits a round only when the next download says that its upload was counted.  An upload that comes too late
 therefore changes nothing on either side.
 
