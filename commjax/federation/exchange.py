@@ -8,9 +8,9 @@ See `commjax.federation.flower` for a network.
 
 The payload of an upload is `compressor.encode`.  The payload of a download is the raw leaves of the fields
 `Exchange.down`.  A method may replace both by codecs (`Exchange.download` and `Exchange.upload`).  Both have exactly
-the bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for bit.
-A client commits a round only when the next download says that its upload was counted.  An upload that comes too late
-therefore changes nothing on either side.
+the bits that the simulation counts.  Client and server add the same decoded message, so h = mean_i h_i holds bit for
+bit.  A client commits a round only when the next download says that its upload was counted.  An upload that comes too
+late therefore changes nothing on either side.
 
 A message with numbers that are not finite or too large (`rounds.acceptable`) is refused.  A refused upload counts as
 absent.  If a server step gives params that are not finite, `close` raises a `DivergedError`, and the server state that
