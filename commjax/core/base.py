@@ -181,8 +181,8 @@ class Exchange(NamedTuple):
     """The client step and the server step of a method that communicates once a round.
 
     With it, server and clients can run in different processes (`commjax.federation.flower`).  The fields from
-    `download` on are for methods that are not built by `rounds.federated`, and for downloads that differ from client to client.
-    `key` in `members` and `joined` is the key that `Algorithm.step` takes.
+    `download` on are for methods that are not built by `rounds.federated`, and for downloads that differ from client to
+    client.  `key` in `members` and `joined` is the key that `Algorithm.step` takes.
 
     Attributes:
         client_step: (round, hparams, server, client, data) -> (client, Message, loss).
