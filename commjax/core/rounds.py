@@ -197,7 +197,7 @@ def next_round(before: Any, after: Any) -> Any:
     return after._replace(round=before.round + 1)
 
 
-def mean_price(
+def mean_bits(
     bits: Shaped[Array, "n"], axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None
 ) -> Array:
     """Average the bits of the clients' messages, exactly if they are equal.
@@ -212,7 +212,7 @@ def mean_price(
     Returns:
         The mean over the clients of all devices.
 
-    >>> mean_price(jnp.full(1000, 674_720, jnp.float32)).item()
+    >>> mean_bits(jnp.full(1000, 674_720, jnp.float32)).item()
     674720.0
     """
     if weights is not None or isinstance(axis_name, PaddedAxis):
@@ -483,7 +483,7 @@ def federated(
 
         rows, message, loss = over(one)(here.take(state.clients), here.take(batch))
         value, loss = reduced(reduce, message.value, loss, axis_name, here.weights)
-        bits = mean_price(message.bits, axis_name, here.weights)
+        bits = mean_bits(message.bits, axis_name, here.weights)
         server = next_round(state.server, server_step(hparams, state.server, value))
         share = (n if cohort_size is None else cohort_size) / n
         down = jnp.asarray(share * bits_down(state.server), bits.dtype)

@@ -89,7 +89,7 @@ def received_fields(exchange: Exchange, server: Any) -> PyTree:
     return fields[0] if len(fields) == 1 else fields
 
 
-def price_down(exchange: Exchange, server: Any, id: int) -> float:
+def download_bits(exchange: Exchange, server: Any, id: int) -> float:
     """Bits of the download to client `id`."""
     return float(exchange.bits_down(server) if exchange.download is None else exchange.download.bits(server, id))
 
@@ -107,7 +107,9 @@ def key_round(contract: Contract, round: int) -> Key:
 
 @cache
 def _code(exchange: Exchange, batch_fn: BatchFn) -> str:
-    return digest((exchange.client_step, exchange.server_step, batch_fn, exchange[7:]))
+    codecs = (exchange.download, exchange.upload)
+    functions = (exchange.members, exchange.joined, exchange.start, exchange.commit, exchange.reduce)
+    return digest((exchange.client_step, exchange.server_step, batch_fn, (*codecs, *functions)))
 
 
 def fingerprint(contract: Contract) -> int:

@@ -44,12 +44,12 @@ from commjax.core.base import Exchange, Key, Message, Round
 from commjax.core.runner import BatchFn, DivergedError
 from commjax.federation.contract import (
     Contract,
+    download_bits,
     fingerprint,
     halves,
     key_round,
     keys_of,
     members,
-    price_down,
     received_fields,
     start,
 )
@@ -176,8 +176,8 @@ def downloads(contract: Contract, server: Any, counted: Mapping[int, int]) -> di
     else:
         payloads = exchange.download.write(key_round(contract, round), server, asked, contract.n)
     for i, payload in zip(asked, payloads, strict=True):
-        if 8 * len(payload) != price_down(exchange, server, i):
-            price = price_down(exchange, server, i)
+        if 8 * len(payload) != download_bits(exchange, server, i):
+            price = download_bits(exchange, server, i)
             raise ValueError(f"the download to client {i} has {8 * len(payload)} bits, but the ledger says {price:g}")
     return {i: seal(Header("down", run, round, i, counted.get(i, -1)), one) for i, one in zip(asked, payloads)}
 
@@ -229,7 +229,7 @@ def answer(
     """
     exchange, run = halves(contract), fingerprint(contract)
     first = start(contract, jnp.asarray([id]))
-    header, payload = unseal(download, kind="down", run=run, limit=int(price_down(exchange, first.server, id)) // 8)
+    header, payload = unseal(download, kind="down", run=run, limit=int(download_bits(exchange, first.server, id)) // 8)
     if header.client != id:
         raise RefusedError(f"foreign: a download to client {header.client}, this is client {id}")
     if header.round > _LAST_ROUND:
@@ -370,7 +370,7 @@ def close(
     values = [opened[i][0] if i in opened else nothing for i in counted]
     stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *values)
     step = _programs(exchange, contract.n, contract.batch_fn)[2]
-    down = sum(price_down(exchange, server, i) for i in asked) / contract.n
+    down = sum(download_bits(exchange, server, i) for i in asked) / contract.n
     after = step(keys_of(contract)[0], contract.hparams, server, jnp.asarray(counted, jnp.int32), stacked)
     if not checks.finite_tree(after.params):
         raise DivergedError(f"the server's params are not finite after round {round} with {contract.hparams}")

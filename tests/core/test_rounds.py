@@ -159,10 +159,10 @@ def test_a_federated_round_calls_each_part_with_what_it_promises(devices):
 
 @pytest.mark.parametrize("price, n", [(48, 1000), (674_720, 1000), (33_554_440, 10), (2**24 - 1, 77)])
 def test_the_mean_of_equal_prices_is_that_price_also_in_float32(price, n):
-    found = jax.jit(rounds.mean_price)(jnp.full(n, price, jnp.float32))
+    found = jax.jit(rounds.mean_bits)(jnp.full(n, price, jnp.float32))
     assert found.dtype == jnp.float32 and float(found) == float(np.float32(price))
     mixed = jnp.asarray([0, 10, 0, 30], jnp.float32)
-    assert float(rounds.mean_price(mixed)) == 10
+    assert float(rounds.mean_bits(mixed)) == 10
 
 
 def test_the_ledger_of_a_float32_run_is_what_the_encoder_emits():
