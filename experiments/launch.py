@@ -176,7 +176,8 @@ def here(settings: Settings) -> int:
             one.send_signal(signum)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as in the processes
+            signal.signal(number, pass_on)
     deadline = None
     while any(one.poll() is None for one in running):
         if deadline is None and any(one.returncode for one in running):

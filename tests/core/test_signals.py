@@ -149,7 +149,8 @@ with signals.deferred() as waiting:
         time.sleep(20)
 """
 JOB = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests run in the background
 from pathlib import Path
 import jax
 jax.config.update("jax_enable_x64", True)

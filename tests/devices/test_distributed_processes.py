@@ -126,10 +126,22 @@ def settings(folder, **how):
     )
 
 
+# SIGINT may be ignored where the tests run in the background.
+USUAL_SIGNALS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def spawn(chosen, **more):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
     return subprocess.Popen(
-        launch.command(chosen), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", USUAL_SIGNALS, *launch.command(chosen)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
