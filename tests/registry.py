@@ -125,7 +125,7 @@ def on_quadratics(
 
 
 def on_gradient_descent(name: str, dtype: Any) -> Case:
-    hparams = ef_bv.gradient_descent(quadratic.constants(PROBLEM))
+    hparams = ef_bv.gd_hparams(quadratic.constants(PROBLEM))
     return Case(name, ef_bv.gd(VALUE_AND_GRAD), hparams, start(dtype), cast(PROBLEM, dtype), jnp.asarray(IDS), {})
 
 
@@ -310,9 +310,9 @@ BUILDERS: dict[str, Callable[[str, Any], Case]] = {
     ),
     "ef-bv leafwise": on_a_pytree,
     "ef-bv network": on_a_network,
-    "ef21": lambda name, dtype: on_quadratics(name, "top-k", ef_bv.ef21, dtype, shifted=True),
-    "diana": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.diana, dtype),
-    "compressed gd": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.compressed_gd, dtype),
+    "ef21": lambda name, dtype: on_quadratics(name, "top-k", ef_bv.ef21_hparams, dtype, shifted=True),
+    "diana": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.diana_hparams, dtype),
+    "compressed gd": lambda name, dtype: on_quadratics(name, "rand-k", ef_bv.compressed_gd_hparams, dtype),
     "gd": on_gradient_descent,
     "fedp3": by_layers,
     "fedp3 attention": by_layers,

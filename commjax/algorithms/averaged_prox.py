@@ -6,14 +6,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, PyTree
 
-from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
+from commjax.algorithms.fedavg import Client, Server, init
+from commjax.algorithms.sppm_as import Metrics, flat_metrics
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Spec, State
+from commjax.core.base import Algorithm, Key, Params, Spec, State
 from commjax.prox import cohort, solvers
-from commjax.prox.solvers.base import BROKE_DOWN, Solver
+from commjax.prox.solvers.base import BROKE_DOWN, Result, Solver
 from commjax.sampling.samplings import Sampling
 from commjax.theory import sppm as theory
+
+# (params, data of one client) -> loss, a scalar
+Loss = Callable[[Params, Any], Array]
+# (hyperparameters) -> the solver of a client's prox
+MakeSolver = Callable[[Any], Solver]
+# (hyperparameters, x_t, x_k) -> parameter and center of the clients' proxes
+CenterOf = Callable[[Any, Array, Array], tuple[Array, Array]]
 
 
 class HParams(NamedTuple):
@@ -34,7 +43,7 @@ class HParams(NamedTuple):
     most: Any = 10_000
 
 
-def check_hparams(hparams: HParams, n: int) -> None:
+def check(hparams: HParams, n: int) -> None:
     """Raise a ValueError unless gamma, alpha > 0, rounds and most are whole numbers >= 1, and tolerance >= 0.
 
     Args:
@@ -49,7 +58,7 @@ def check_hparams(hparams: HParams, n: int) -> None:
     checks.at_least_zero("tolerance", hparams.tolerance)
 
 
-def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
+def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of: CenterOf) -> Algorithm:
     """Average the clients' proxes K times.
 
         x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center),    (step, center) = center_of(hparams, x_t, x_k)
@@ -58,50 +67,52 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
     reported.
     """
 
-    def step(key, hparams, state, batch, *, axis_name=None):
-        check(gamma=hparams.gamma, rounds=hparams.rounds, alpha=hparams.alpha)
+    def step(
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
         server = state.server
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
+        check(hparams, n)
         draw = draw._replace(weights=cohort.shares(draw))
         members = cohort.gather(draw, state.clients.id, batch, axis_name)
         anchor, unravel = ravel_pytree(server.params)
         share = members.weights.astype(anchor.dtype)
 
-        def prox(gamma, center, data):
+        def prox(gamma: Array, center: Array, data: PyTree) -> Result:
+            """The prox of one client: that of a cohort that has no other member."""
             alone = cohort.Cohort(jax.tree.map(lambda leaf: leaf[None], data), jnp.ones(1, anchor.dtype))
             oracle = cohort.prox_oracle(loss, unravel, alone, center, gamma)
             return inner(hparams._replace(gamma=gamma))(oracle, center, hparams.most, hparams.tolerance)
 
-        def one(number, carry):
+        def local_round(_: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             x, residual, code = carry
             gamma, center = center_of(hparams, anchor, x)
             center = rounds.broadcast(center, axis_name)
-            found = jax.vmap(prox, in_axes=(None, None, 0))(gamma, center, members.data)
-            worst = (cohort.largest(rows, members, axis_name) for rows in (found.residual, found.code))
-            x = cohort.add_up(found.params, members, share, axis_name)
-            return x, *map(jnp.maximum, (residual, code), worst)
+            results = jax.vmap(prox, in_axes=(None, None, 0))(gamma, center, members.data)
+            x = cohort.add_up(results.params, members, share, axis_name)
+            residual = jnp.maximum(residual, cohort.largest(results.residual, members, axis_name))
+            return x, residual, jnp.maximum(code, cohort.largest(results.code, members, axis_name))
 
         start = anchor, jnp.zeros((), anchor.dtype), jnp.zeros((), jnp.int32)
-        x, residual, code = jax.lax.fori_loop(0, hparams.rounds, one, start)
-        bad = refused(gamma=hparams.gamma, rounds=hparams.rounds, alpha=hparams.alpha)
+        x, residual, code = jax.lax.fori_loop(0, hparams.rounds, local_round, start)
         params = rounds.broadcast(server.params, axis_name)
         values = jax.vmap(loss, in_axes=(None, 0))(params, members.data)
+        gamma, K, alpha = (jnp.asarray(value).astype(float) for value in (hparams.gamma, hparams.rounds, hparams.alpha))
+        bad = ~(checks.is_positive(gamma) & checks.is_count(K) & checks.is_positive(alpha))
         metrics = flat_metrics(
             cohort.add_up(values, members, share, axis_name),
             cohort.price(draw, n, server.params),
-            hparams.rounds,
-            hparams.rounds,
-            residual,
-            jnp.where(bad, BROKE_DOWN, code),
+            rounds=hparams.rounds,
+            iterations=hparams.rounds,
+            residual=residual,
+            code=jnp.where(bad, BROKE_DOWN, code),
         )
         return State(Server(server.round + 1, unravel(jnp.where(bad, anchor, x))), state.clients), metrics
 
-    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check_hparams))
+    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check))
 
 
-def fedprox_sppm_as(
-    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
-) -> Algorithm:
+def fedprox_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda hparams: solvers.aicn()) -> Algorithm:
     """FedProx-SPPM-AS: repeated means of the clients' proxes.
 
         K times:  x <- mean_{i in S} prox_{gamma f_i}(x)
@@ -118,12 +129,14 @@ def fedprox_sppm_as(
 
     Thesis: Alg. 12, Thm D.2.1 for K = 1.  Differs: it does not approach prox_{gamma f_S} as K grows (P2).
     """
-    return _averaged_prox(loss, sampling, inner, lambda hparams, anchor, x: (jnp.asarray(hparams.gamma, x.dtype), x))
+
+    def center_of(hparams: HParams, anchor: Array, x: Array) -> tuple[Array, Array]:
+        return jnp.asarray(hparams.gamma, x.dtype), x
+
+    return _averaged_prox(loss, sampling, inner, center_of)
 
 
-def fedavg_sppm_as(
-    loss: Callable, sampling: Sampling, inner: Callable[[Any], Solver] = lambda hparams: solvers.aicn()
-) -> Algorithm:
+def fedavg_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda hparams: solvers.aicn()) -> Algorithm:
     """FedAvg-SPPM-AS: repeated means of proxes that are anchored at the start of the round.
 
         K times:  x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k),   ftilde_i = f_i + |. - x_t|^2 / (2 gamma)
@@ -141,7 +154,7 @@ def fedavg_sppm_as(
     (alpha x_t + gamma x_k) / (alpha + gamma); the text drops the first, which makes it FedProx-SPPM-AS.
     """
 
-    def center_of(hparams, anchor, x):
+    def center_of(hparams: HParams, anchor: Array, x: Array) -> tuple[Array, Array]:
         alpha, gamma = (jnp.asarray(number, x.dtype) for number in (hparams.alpha, hparams.gamma))
         return theory.two_anchor(alpha, gamma, anchor, x)
 

@@ -1,16 +1,15 @@
 """Ditto: FedAvg for the global model, and a personal model of each client that is pulled towards the global one."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from commjax.algorithms import fedavg
 from commjax.algorithms.fedavg import Server, bits_down, server_step
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Params, Reducer, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.core.base import Algorithm, Params, Reducer, Round, Spec, State
+from commjax.core.local import ClientResult, Over, Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -48,11 +47,9 @@ def check(hparams: HParams, n: int) -> None:
         hparams: the hyperparameters.  Traced values are skipped.
         n: number of clients; not used.
     """
-    checks.scalars(hparams)
-    checks.positive("stepsize", hparams.stepsize)
+    fedavg.check(hparams, n)
     checks.positive("personal", hparams.personal)
     checks.at_least_zero("lam", hparams.lam)
-    checks.finite("server", hparams.server)
 
 
 def ditto(
@@ -61,7 +58,7 @@ def ditto(
     *,
     steps: int,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Ditto (Li et al., 2021).
@@ -90,10 +87,10 @@ def ditto(
 
     def init(params: Params, ids: Int[Array, "n"], model: PyTree | None = None) -> State:
         rows = tree.repeat(params, len(ids)) if model is None else model
-        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids, rows))
+        return State(fedavg.first(params), Client(ids, rows))
 
-    def client_step(round, hparams, server, client, data):
-        def pull(model):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
+        def pull(model: Params) -> Params:
             return tree.scale(hparams.lam, tree.sub(model, server.params))
 
         key, key_personal = jax.random.split(round.own_key)

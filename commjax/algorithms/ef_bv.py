@@ -1,16 +1,17 @@
 """EF-BV: one method for biased compressors (error feedback) and for unbiased compressors (variance reduction)."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from commjax.algorithms.fedavg import bits_down
 from commjax.compressors.sparse import identity
 from commjax.core import checks, rounds, tree
-from commjax.core.base import Algorithm, Compressor, Constants, Params, Reducer, Spec, State
+from commjax.core.base import Algorithm, Compressor, Constants, Params, Reducer, Round, Spec, State
+from commjax.core.local import ClientResult, ValueAndGrad
 from commjax.prox import Regularizer, zero
 from commjax.theory import ef_bv as theory
 
@@ -95,7 +96,7 @@ class Smoothness(Protocol):
 
 
 def ef_bv(
-    value_and_grad: Callable[[Params, Any], tuple[Array, Params]],
+    value_and_grad: ValueAndGrad,
     compressor: Compressor,
     regularizer: Regularizer | None = None,
     *,
@@ -146,20 +147,17 @@ def ef_bv(
         server = Server(round=jnp.zeros((), jnp.int32), params=params, shift=rounds.mean(rows))
         return State(server, Client(id=ids, shift=rows))
 
-    def client_step(round, hparams, server, client, data):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: Any) -> ClientResult:
         loss, grad = rounds.evaluated(value_and_grad, server.params, data)
         d = round.send(tree.sub(tree.cast(grad, client.shift), client.shift))
         return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
 
-    def server_step(hparams, server, d):
+    def server_step(hparams: HParams, server: Server, d: Params) -> Server:
         g = tree.add_scaled(server.shift, hparams.nu, d)
         return server._replace(
             params=prox(hparams.gamma, tree.add_scaled(server.params, -hparams.gamma, g)),
             shift=tree.add_scaled(server.shift, hparams.lam, d),
         )
-
-    def bits_down(server):
-        return rounds.dense_bits(server.params)
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(init, client_step, server_step, bits_down, compressor=compressor, reduce=reduce, spec=spec)
@@ -173,7 +171,9 @@ def _check(smoothness: Smoothness, *names: str) -> None:
             raise ValueError(f"smoothness.{name} must be positive and finite, got {value}")
 
 
-def gd(value_and_grad, regularizer: Regularizer | None = None, *, reduce: Reducer | None = None) -> Algorithm:
+def gd(
+    value_and_grad: ValueAndGrad, regularizer: Regularizer | None = None, *, reduce: Reducer | None = None
+) -> Algorithm:
     """Proximal gradient descent: EF-BV without compression.
 
         x <- prox_{gamma R}(x - gamma mean_i grad f_i(x))        at lam = nu = 1
@@ -184,7 +184,7 @@ def gd(value_and_grad, regularizer: Regularizer | None = None, *, reduce: Reduce
         reduce: as in `ef_bv`.
 
     Returns:
-        The algorithm.  `gradient_descent` makes its hyperparameters.
+        The algorithm.  `gd_hparams` makes its hyperparameters.
     """
     return ef_bv(value_and_grad, identity(), regularizer, reduce=reduce)
 
@@ -217,11 +217,13 @@ def theoretical(
     if not 0 < nu <= 1:
         raise ValueError(f"nu must be in (0, 1], got {nu}")
     r_av = theory.contraction(constants.eta, constants.omega_ran, nu)
-    gamma = theory.stepsize(smoothness.L, smoothness.L_tilde, constants.eta, constants.omega, lam, r_av, regime)
+    gamma = theory.stepsize(smoothness.L, smoothness.L_tilde, constants.eta, constants.omega, lam, r_av, regime=regime)
     return HParams(gamma, lam, nu)
 
 
-def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, use_omega_ran: bool = False) -> HParams:
+def ef21_hparams(
+    constants: Constants, smoothness: Smoothness, regime: str = "pl", *, use_omega_ran: bool = False
+) -> HParams:
     """Hyperparameters of EF21: nu = lambda = lambda*, and the largest gamma that the theorem allows.
 
     Args:
@@ -240,7 +242,7 @@ def ef21(constants: Constants, smoothness: Smoothness, regime: str = "pl", *, us
     return theoretical(constants, smoothness, regime, lam=lam, nu=lam)
 
 
-def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly convex") -> HParams:
+def diana_hparams(constants: Constants, smoothness: Smoothness, regime: str = "strongly convex") -> HParams:
     """Hyperparameters of DIANA: nu = 1.
 
     Args:
@@ -265,7 +267,7 @@ def diana(constants: Constants, smoothness: Smoothness, regime: str = "strongly 
     return HParams(theory.diana_stepsize(smoothness.L_max, constants.omega_ran), lam, 1.0)
 
 
-def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
+def compressed_gd_hparams(constants: Constants, smoothness: Smoothness) -> HParams:
     """Hyperparameters of gradient descent on unbiased messages without control variates (lambda = 0).
 
     The method converges only to a neighbourhood of the optimum.
@@ -283,7 +285,7 @@ def compressed_gd(constants: Constants, smoothness: Smoothness) -> HParams:
     return HParams(theory.compressed_gd_stepsize(smoothness.L, smoothness.L_max, constants.omega_ran), 0.0, 1.0)
 
 
-def gradient_descent(smoothness: Smoothness) -> HParams:
+def gd_hparams(smoothness: Smoothness) -> HParams:
     """Hyperparameters of `gd`: gamma = 1/L, lam = nu = 1.
 
     Args:

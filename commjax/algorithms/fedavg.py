@@ -1,15 +1,14 @@
 """FedAvg: local steps, then the mean of the models."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Params, Reducer, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.core.base import Algorithm, Params, Reducer, Round, Spec, State
+from commjax.core.local import ClientResult, Over, Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -24,11 +23,11 @@ class HParams(NamedTuple):
     server: Any = 1.0
 
 
-def check(hparams: HParams, n: int) -> None:
-    """Raise a ValueError unless stepsize > 0 and the server's stepsize is finite.
+def check(hparams: Any, n: int) -> None:
+    """Raise a ValueError unless every value is one number, stepsize > 0 and the server's stepsize is finite.
 
     Args:
-        hparams: the hyperparameters.  Traced values are skipped.
+        hparams: hyperparameters with `stepsize` and `server`, such as those of FedProx.  Traced values are skipped.
         n: number of clients; not used.
     """
     checks.scalars(hparams)
@@ -64,7 +63,7 @@ def fedavg(
     *,
     steps: int,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""FedAvg (LocalGD with exact gradients).
@@ -89,16 +88,31 @@ def fedavg(
     """
     train = local.sgd(value_and_grad, sample, steps)
 
-    def init(params: Params, ids: Int[Array, "n"]) -> State:
-        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
-
-    def client_step(round, hparams, server, client, data):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
         model, loss = train(round.own_key, hparams.stepsize, server.params, data)
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
+
+
+def first(params: Params) -> Server:
+    """The server before the first round, with the model x."""
+    return Server(jnp.zeros((), jnp.int32), params)
+
+
+def init(params: Params, ids: Int[Array, "n"]) -> State:
+    """The state before the first round, of clients that keep no state.
+
+    Args:
+        params: x, the model.
+        ids: numbers of the clients, [n].
+
+    Returns:
+        The state.
+    """
+    return State(first(params), Client(ids))
 
 
 def server_step(hparams: Any, server: Any, update: Params) -> Any:

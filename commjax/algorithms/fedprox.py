@@ -1,16 +1,15 @@
 """FedProx: FedAvg with local steps that are pulled towards the server's model."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import PyTree
 
-from commjax.algorithms.fedavg import Client, Server, bits_down, server_step
+from commjax.algorithms import fedavg
+from commjax.algorithms.fedavg import Client, Server, bits_down, init, server_step
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Params, Reducer, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.core.base import Algorithm, Params, Reducer, Round, Spec
+from commjax.core.local import ClientResult, Over, Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -34,10 +33,8 @@ def check(hparams: HParams, n: int) -> None:
         hparams: the hyperparameters.  Traced values are skipped.
         n: number of clients; not used.
     """
-    checks.scalars(hparams)
-    checks.positive("stepsize", hparams.stepsize)
+    fedavg.check(hparams, n)
     checks.at_least_zero("mu", hparams.mu)
-    checks.finite("server", hparams.server)
 
 
 def fedprox(
@@ -46,7 +43,7 @@ def fedprox(
     *,
     steps: int,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""FedProx: `steps` local steps on f_i(x_i) + mu/2 |x_i - x|^2.
@@ -70,11 +67,8 @@ def fedprox(
     """
     train = local.sgd(value_and_grad, sample, steps)
 
-    def init(params: Params, ids: Int[Array, "n"]) -> State:
-        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
-
-    def client_step(round, hparams, server, client, data):
-        def pull(model):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
+        def pull(model: Params) -> Params:
             return tree.scale(hparams.mu, tree.sub(model, server.params))
 
         model, loss = train(round.own_key, hparams.stepsize, server.params, data, pull)

@@ -1,19 +1,38 @@
 """FLIX: personalization by an explicit mixture of the global model and each client's own optimum."""
 
-import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from commjax.algorithms.fedavg import Server, bits_down, first
+from commjax.algorithms.local_optima import LocalOptima, epoch_steps, local_optima, local_sgd
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Key, Params, Reducer, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.core.base import Algorithm, ClientId, Params, Reducer, Round, Spec, State
+from commjax.core.local import ClientResult, Over, Sample, ValueAndGrad
+
+__all__ = [
+    "Client",
+    "HParams",
+    "LocalOptima",
+    "Server",
+    "check",
+    "checked_alpha",
+    "checked_optimum",
+    "client_value",
+    "epoch_steps",
+    "flix",
+    "local_optima",
+    "local_sgd",
+    "mixture",
+    "objective",
+    "personalized",
+    "theoretical",
+]
 
 
 class HParams(NamedTuple):
@@ -41,18 +60,6 @@ def check(hparams: HParams, n: int) -> None:
     checks.share("alpha", hparams.alpha)
 
 
-class Server(NamedTuple):
-    """What the server remembers.
-
-    Attributes:
-        round: number of rounds so far.
-        params: x, the model.
-    """
-
-    round: Int[Array, ""]
-    params: Params
-
-
 class Client(NamedTuple):
     """What each client remembers.
 
@@ -65,18 +72,18 @@ class Client(NamedTuple):
     optimum: PyTree
 
 
-def own(value: Any, id: Any) -> Array:
+def client_value(values: Any, client: ClientId) -> Array:
     """A client's entry of a vector, or the number that all clients share.
 
     Args:
-        value: one number or one per client, [n].
-        id: number of the client.
+        values: one number or one per client, [n].
+        client: number of the client.
 
     Returns:
         A scalar.
     """
-    value = jnp.asarray(value)
-    return value if value.ndim == 0 else value[id]
+    values = jnp.asarray(values)
+    return values if values.ndim == 0 else values[client]
 
 
 def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
@@ -107,13 +114,18 @@ def personalized(hparams: Any, state: State, at: Shaped[Array, "m"] | None = Non
     Returns:
         A pytree like the params with a leading axis of clients.
     """
-    rows = state.clients if at is None else jax.tree.map(lambda leaf: leaf[at], state.clients)
-    if rows.optimum is None:
-        return tree.repeat(state.server.params, len(rows.id))
-    return jax.vmap(lambda row: mixture(own(hparams.alpha, row.id), state.server.params, row.optimum))(rows)
+    params = state.server.params
+    clients = state.clients if at is None else jax.tree.map(lambda leaf: leaf[at], state.clients)
+    if clients.optimum is None:
+        return tree.repeat(params, len(clients.id))
+    return jax.vmap(lambda row: mixture(client_value(hparams.alpha, row.id), params, row.optimum))(clients)
 
 
-def objective(value_and_grad: ValueAndGrad) -> Callable[..., tuple[Array, Params]]:
+# (alpha, params, optimum, data of one client) -> (value, gradient in params)
+Objective = Callable[[Any, Params, PyTree, Any], tuple[Array, Params]]
+
+
+def objective(value_and_grad: ValueAndGrad) -> Objective:
     """The FLIX objective of one client.
 
         f_i(alpha x + (1 - alpha) x_i*),   with the gradient alpha grad f_i(alpha x + (1 - alpha) x_i*) in x
@@ -128,11 +140,11 @@ def objective(value_and_grad: ValueAndGrad) -> Callable[..., tuple[Array, Params
     Thesis: Sec. 3.1 (FLIX); alpha_i^2 L_i-smooth and alpha_i^2 mu_i-strongly convex (Sec. B.2).
     """
 
-    def of(alpha, params, optimum, data):
+    def value_and_mixed_grad(alpha: Any, params: Params, optimum: PyTree, data: Any) -> tuple[Array, Params]:
         value, grad = rounds.evaluated(value_and_grad, mixture(alpha, params, optimum), data)
         return value, tree.scale(alpha, grad)
 
-    return of
+    return value_and_mixed_grad
 
 
 def flix(
@@ -140,7 +152,7 @@ def flix(
     sample: Sample = local.all_rows,
     *,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Gradient descent (or SGD, with `sample`) on the FLIX objective.
@@ -164,18 +176,15 @@ def flix(
     value_and_mixed_grad = objective(value_and_grad)
 
     def init(params: Params, ids: Int[Array, "n"], optimum: PyTree | None = None) -> State:
-        return State(Server(jnp.zeros((), jnp.int32), params), Client(ids, checked_optimum(params, ids, optimum)))
+        return State(first(params), Client(ids, checked_optimum(params, ids, optimum)))
 
-    def client_step(round, hparams, server, client, data):
-        alpha = own(hparams.alpha, client.id)
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
+        alpha = client_value(hparams.alpha, client.id)
         loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.own_key, data))
         return client, round.send(grad), loss
 
-    def server_step(hparams, server, grad):
+    def server_step(hparams: HParams, server: Server, grad: Params) -> Server:
         return server._replace(params=tree.add_scaled(server.params, -hparams.gamma, grad))
-
-    def bits_down(server):
-        return rounds.dense_bits(server.params)
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(init, client_step, server_step, bits_down, cohort, over, reduce=reduce, spec=spec)
@@ -195,9 +204,9 @@ def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTre
     if optimum is None:
         raise ValueError("init needs optimum=, one row of x_i* per client: see flix.local_optima and flix.local_sgd")
     wanted = jax.tree.map(lambda leaf: (len(ids), *jnp.shape(leaf)), params)
-    found = jax.tree.map(jnp.shape, optimum)
-    if found != wanted:
-        raise ValueError(f"optimum must have one row of the params for each of {len(ids)} clients, got shapes {found}")
+    shapes = jax.tree.map(jnp.shape, optimum)
+    if shapes != wanted:
+        raise ValueError(f"optimum must have one row of the params for each of {len(ids)} clients, got shapes {shapes}")
     return optimum
 
 
@@ -231,134 +240,3 @@ def theoretical(L_i: Float[np.ndarray, "n"], alpha: ArrayLike) -> HParams:
             f"alpha={alpha}, L_i={L_i}; allowed: at least one alpha_i L_i > 0, or there is nothing to minimise"
         )
     return HParams(1 / curvature, alpha if alpha.ndim else float(alpha))
-
-
-class LocalOptima(NamedTuple):
-    """The local optima of all clients.
-
-    Attributes:
-        params: x_i*, one row per client.
-        iterations: gradient steps of each client.
-        gradient_norm: |grad f_i(x_i*)|.
-        converged: whether |grad f_i| <= tolerance within the allowed number of iterations.
-    """
-
-    params: PyTree
-    iterations: Int[Array, "n"]
-    gradient_norm: Float[Array, "n"]
-    converged: Bool[Array, "n"]
-
-
-def local_optima(
-    value_and_grad: ValueAndGrad,
-    params: Params,
-    data: PyTree,
-    L_i: ArrayLike,
-    *,
-    tolerance: float = 1e-6,
-    max_iterations: int = 100_000,
-) -> LocalOptima:
-    """x_i* = argmin f_i by gradient descent with stepsize 1/L_i, for all clients in one program.
-
-    A client stops when |grad f_i| <= tolerance; its own number of iterations is reported.
-
-    Args:
-        value_and_grad: as in `objective`.
-        params: where all clients start.
-        data: the data of all clients, leading axis n.
-        L_i: smoothness constants, one number or one per client.
-        tolerance: on |grad f_i|.
-        max_iterations: a client that needs more stops there, with `converged` False.
-
-    Returns:
-        The optima.
-
-    Thesis: Sec. 3.3.4 (tolerance 1e-6, GD).  Holds if: f_i is L_i-smooth; strongly convex for a linear rate.
-    Precision: in float32 |grad| stalls near 1e-7 times the scale of the data.  Choose a larger tolerance, or use
-    float64.
-    """
-    if not tolerance > 0 or max_iterations < 0:
-        raise ValueError(f"tolerance={tolerance}, max_iterations={max_iterations}; allowed: > 0 and >= 0")
-
-    def one(L, data):
-        def advance(carry):
-            x, grad, iterations = carry
-            x = tree.add_scaled(x, -1 / L, grad)
-            return x, value_and_grad(x, data)[1], iterations + 1
-
-        def going_on(carry):
-            _, grad, iterations = carry
-            return (tree.sq_norm(grad) > tolerance**2) & (iterations < max_iterations)
-
-        x, grad, iterations = jax.lax.while_loop(
-            going_on, advance, (params, value_and_grad(params, data)[1], jnp.zeros((), jnp.int32))
-        )
-        norm = jnp.sqrt(tree.sq_norm(grad))
-        return LocalOptima(x, iterations, norm, norm <= tolerance)
-
-    n = len(jax.tree.leaves(data)[0])
-    return jax.jit(jax.vmap(one))(jnp.broadcast_to(jnp.asarray(L_i), (n,)), data)
-
-
-def epoch_steps(data: PyTree, epochs: float | int, batch: int) -> int:
-    """Number of steps of `batch` rows that make `epochs` epochs of the largest client: the `steps` of `local_sgd`.
-
-    Args:
-        data: the data of all clients, leading axes n and rows.
-        epochs: number of epochs.
-        batch: number of rows of a step.
-
-    Returns:
-        The number of steps, rounded up.
-
-    >>> epoch_steps({"x": jnp.ones((3, 50, 2))}, epochs=2, batch=20)
-    5
-    """
-    if not epochs > 0 or batch < 1:
-        raise ValueError(f"epochs={epochs}, batch={batch}; allowed: positive, and at least 1 row")
-    return math.ceil(epochs * jax.tree.leaves(data)[0].shape[1] / batch)
-
-
-def local_sgd(
-    key: Key,
-    value_and_grad: ValueAndGrad,
-    params: Params,
-    data: PyTree,
-    *,
-    stepsize: float,
-    steps: int,
-    sample: Sample,
-    over: Callable = rounds.one_by_one,
-) -> PyTree:
-    """Approximate x_i* of a network: each client takes SGD steps from the same start.
-
-    Args:
-        key: random key of the rows.
-        value_and_grad: as in `objective`.
-        params: where all clients start.
-        data: the data of all clients, leading axis n.
-        stepsize: stepsize of SGD.
-        steps: number of steps (`epoch_steps` for a number of epochs).
-        sample: `sample(key, data)` returns the rows of one client's data for one step.
-        over: maps the training over the clients.
-
-    Returns:
-        The models, with one row per client.
-
-    Thesis: Fig. 3.3 (batch 100, SGD).
-    """
-    return _sgd_of_all(value_and_grad, sample, steps, over)(key, stepsize, params, data)
-
-
-@lru_cache(maxsize=8)
-def _sgd_of_all(value_and_grad: ValueAndGrad, sample: Sample, steps: int, over: Callable) -> Callable:
-    """`local_sgd` as one program for all keys, stepsizes and starts."""
-    train = local.sgd(value_and_grad, sample, steps)
-
-    def every(key, stepsize, params, data):
-        def one(id, data):
-            return train(jax.random.fold_in(key, id), stepsize, params, data)[0]
-
-        return over(one)(jnp.arange(len(jax.tree.leaves(data)[0])), data)
-
-    return jax.jit(every)

@@ -1,6 +1,5 @@
 """LocalGD on a sampled cohort, a baseline of SPPM-AS."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Float
+from jaxtyping import Array, Float, PyTree
 
-from commjax.algorithms.sppm_as import Client, Server, check, flat_metrics, init, refused
+from commjax.algorithms.fedavg import Client, Server, bits_down, init
+from commjax.algorithms.sppm_as import Metrics, flat_metrics
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Exchange, Spec, State
+from commjax.core.base import Algorithm, Exchange, Key, Params, Round, Spec, State
+from commjax.core.local import ValueAndGrad
 from commjax.prox import cohort
 from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED
 from commjax.sampling.samplings import Sampling
@@ -30,7 +31,7 @@ class HParams(NamedTuple):
     steps: Any
 
 
-def check_hparams(hparams: HParams, n: int) -> None:
+def check(hparams: HParams, n: int) -> None:
     """Raise a ValueError unless stepsize > 0 and steps is a whole number >= 1.
 
     Args:
@@ -42,7 +43,7 @@ def check_hparams(hparams: HParams, n: int) -> None:
     checks.count("steps", hparams.steps)
 
 
-def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
+def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
     """LocalGD (FedAvg) on a sampled cohort S; with steps = 1 it is MB-GD.
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)        for i in S
@@ -61,59 +62,69 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
     Thesis: LocalGD, MB-GD and MB-LocalGD (Fig. 5.2, Fig. 5.4).  Weights 1/|S| (P3).
     """
 
-    def trained(hparams, params, data):
+    def trained(hparams: HParams, params: Params, data: PyTree) -> tuple[Array, Array]:
         """A member's model after its steps, as one vector, and its first loss."""
         x, unravel = ravel_pytree(params)
 
-        def one(number, x):
-            return x - jnp.asarray(hparams.stepsize, x.dtype) * ravel_pytree(value_and_grad(unravel(x), data)[1])[0]
+        def gradient_step(_: Array, x: Array) -> Array:
+            grad = ravel_pytree(value_and_grad(unravel(x), data)[1])[0]
+            return x - jnp.asarray(hparams.stepsize, x.dtype) * grad
 
-        return jax.lax.fori_loop(0, hparams.steps, one, x), value_and_grad(unravel(x), data)[0]
+        return jax.lax.fori_loop(0, hparams.steps, gradient_step, x), value_and_grad(unravel(x), data)[0]
 
-    def advanced(hparams, server, mean):
+    def advanced(hparams: HParams, server: Server, mean: Array) -> tuple[Server, Array]:
         """The next x, and the code of the round; x stays unchanged if the mean is not finite."""
-        bad = refused(stepsize=hparams.stepsize, steps=hparams.steps) | ~jnp.all(jnp.isfinite(mean))
-        before, restore = ravel_pytree(server.params)
+        stepsize, steps = (jnp.asarray(value).astype(float) for value in hparams)
+        bad = ~(checks.is_positive(stepsize) & checks.is_count(steps)) | ~jnp.all(jnp.isfinite(mean))
+        before, unravel = ravel_pytree(server.params)
         code = jnp.where(bad, BROKE_DOWN, CONVERGED)
-        return Server(server.round + 1, restore(jnp.where(bad, before, mean))), code
+        return Server(server.round + 1, unravel(jnp.where(bad, before, mean))), code
 
-    def step(key, hparams, state, batch, *, axis_name=None):
-        check(stepsize=hparams.stepsize, steps=hparams.steps)
-        server = state.server
+    def step(
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
+        check(hparams, n)
         draw = draw._replace(weights=cohort.shares(draw))
         members = cohort.gather(draw, state.clients.id, batch, axis_name)
-        received = rounds.broadcast(server.params, axis_name)
+        received = rounds.broadcast(state.server.params, axis_name)
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
         server, code = advanced(hparams, state.server, mean)
-        metrics = flat_metrics(loss, cohort.price(draw, n, server.params), 1, hparams.steps, code=code)
+        vector_bits = cohort.price(draw, n, server.params)
+        metrics = flat_metrics(loss, vector_bits, rounds=1, iterations=hparams.steps, code=code)
         return State(server, state.clients), metrics
 
-    def client_step(round, hparams, server, client, data):
-        check(stepsize=hparams.stepsize, steps=hparams.steps)
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree):
+        check(hparams, sampling.n)
         model, loss = trained(hparams, server.params, data)
         return client, round.send(ravel_pytree(server.params)[1](model)), loss
 
-    def drawn(key, round, n):
+    def members_of(key: Key, round: int, n: int) -> np.ndarray:
         if sampling.n != n:
             raise ValueError(f"sampling is over {sampling.n} clients, the contract has {n}")
         draw = sampling.sample(jax.random.fold_in(key, round))
         return np.unique(draw.ids[draw.mask])
 
-    def joined(key, hparams, server, ids, models):
-        """The models are put into the slots of the draw, as in the simulation; an empty slot has weight 0."""
+    def server_step(key: Key, hparams: HParams, server: Server, ids: Array, models: PyTree) -> Server:
+        """Put the models into the slots of the draw, as the simulation does; an empty slot has weight 0."""
         draw = sampling.sample(jax.random.fold_in(key, server.round))
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
         shares = cohort.shares(draw).astype(rows.dtype)
         return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))[0]
 
-    def bits_down(server):
-        return rounds.dense_bits(server.params)
-
-    exchange = Exchange(client_step, None, bits_down, ("params",), None, cohort_size=None, members=drawn, joined=joined)
-    return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check_hparams))
+    exchange = Exchange(
+        client_step,
+        server_step=None,
+        bits_down=bits_down,
+        down=("params",),
+        compressor=None,
+        cohort_size=None,
+        members=members_of,
+        joined=server_step,
+    )
+    return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check))
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:
@@ -146,7 +157,7 @@ def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1)
     ... )
     (HParams(stepsize=0.25, steps=1), HParams(stepsize=0.015625, steps=5))
     """
-    check(steps=steps)
+    checks.count("steps", steps)
     if not np.allclose(sampling.shares, 1 / sampling.n):
         raise ValueError(
             f"sampling={sampling.name} gives clients unequal shares of a mean over the cohort, "

@@ -1,15 +1,15 @@
 """Scaffold: local steps whose drift is corrected by control variates."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Params, Reducer, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.algorithms import fedavg
+from commjax.core import local, rounds, tree
+from commjax.core.base import Algorithm, Params, Reducer, Round, Spec, State
+from commjax.core.local import ClientResult, Over, Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -22,18 +22,6 @@ class HParams(NamedTuple):
 
     stepsize: Any
     server: Any = 1.0
-
-
-def check(hparams: HParams, n: int) -> None:
-    """Raise a ValueError unless stepsize > 0 and the server's stepsize is finite.
-
-    Args:
-        hparams: the hyperparameters.  Traced values are skipped.
-        n: number of clients; not used.
-    """
-    checks.scalars(hparams)
-    checks.positive("stepsize", hparams.stepsize)
-    checks.finite("server", hparams.server)
 
 
 class Server(NamedTuple):
@@ -68,7 +56,7 @@ def scaffold(
     *,
     steps: int,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
     r"""Scaffold (option II of Karimireddy et al., 2020).
@@ -99,7 +87,7 @@ def scaffold(
         rows = tree.repeat(tree.zeros_like(params), len(ids)) if shift is None else shift
         return State(Server(jnp.zeros((), jnp.int32), params, rounds.mean(rows)), Client(ids, rows))
 
-    def client_step(round, hparams, server, client, data):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
         correction = tree.sub(server.shift, client.shift)
         model, loss = train(round.own_key, hparams.stepsize, server.params, data, lambda model: correction)
         update = tree.sub(model, server.params)
@@ -108,24 +96,14 @@ def scaffold(
         message = round.send((update, tree.scale(share, change)))
         return Client(client.id, tree.add(client.shift, change)), message, loss
 
-    def server_step(hparams, server, message):
+    def server_step(hparams: HParams, server: Server, message: tuple[Params, Params]) -> Server:
         update, change = message
-        return server._replace(
-            params=tree.add_scaled(server.params, hparams.server, update),
-            shift=tree.add(server.shift, change),
-        )
+        return fedavg.server_step(hparams, server, update)._replace(shift=tree.add(server.shift, change))
 
-    def bits_down(server):
+    def bits_down(server: Server) -> int:
         return rounds.dense_bits((server.params, server.shift))
 
+    down, spec = ("params", "shift"), Spec(HParams, Server, Client, fedavg.check)
     return rounds.federated(
-        init,
-        client_step,
-        server_step,
-        bits_down,
-        cohort,
-        over,
-        down=("params", "shift"),
-        reduce=reduce,
-        spec=Spec(HParams, Server, Client, check),
+        init, client_step, server_step, bits_down, cohort, over, down=down, reduce=reduce, spec=spec
     )

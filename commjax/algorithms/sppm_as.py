@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
+from commjax.algorithms.fedavg import Client, Server, init
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Params, Spec, State
+from commjax.core.base import Algorithm, Key, Params, Spec, State
 from commjax.prox import cohort
 from commjax.prox.cohort import Hubs
 from commjax.prox.solvers.base import BROKE_DOWN, Result, Solver
@@ -38,7 +37,7 @@ class HParams(NamedTuple):
     rate: Any = 0.0
 
 
-def check_hparams(hparams: HParams, n: int) -> None:
+def check(hparams: HParams, n: int) -> None:
     """Raise a ValueError unless gamma > 0, rounds is a whole number >= 1, tolerance >= 0 and rate is finite.
 
     Args:
@@ -54,26 +53,17 @@ def check_hparams(hparams: HParams, n: int) -> None:
         checks.finite("rate", rate)
 
 
-class Server(NamedTuple):
-    """What the server remembers.
+def refused(hparams: HParams) -> Array:
+    """Whether a value of the hyperparameters is not allowed, for traced values too.
 
-    Attributes:
-        round: number of rounds so far.
-        params: x, the model.
+    Args:
+        hparams: the hyperparameters.
+
+    Returns:
+        A bool: gamma is not positive and finite, rounds is not a whole number >= 1, or tolerance is negative.
     """
-
-    round: Int[Array, ""]
-    params: Params
-
-
-class Client(NamedTuple):
-    """The clients, which keep no state.
-
-    Attributes:
-        id: number of the client.
-    """
-
-    id: Int[Array, "*n"]
+    gamma, K, tolerance = (jnp.asarray(value).astype(float) for value in hparams[:3])
+    return ~(checks.is_positive(gamma) & checks.is_count(K) & (tolerance >= 0))
 
 
 class Metrics(NamedTuple):
@@ -105,24 +95,12 @@ class Metrics(NamedTuple):
     hub_rounds: Shaped[Array, "..."]
 
 
-def init(params: Params, ids: Int[Array, "n"]) -> State:
-    """The state before the first round.
-
-    Args:
-        params: x, the model.
-        ids: numbers of the clients, [n].
-
-    Returns:
-        The state.
-    """
-    return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
-
-
 def sppm_as(
     loss: Callable[[Params, Any], Array],
     sampling: Sampling,
     solver: Callable[[Any], Solver],
     hubs: Hubs | None = None,
+    *,
     vectors: float = 1.0,
     received: float = 1.0,
     pool: Callable[[Any, Array], Any] | None = None,
@@ -148,7 +126,7 @@ def sppm_as(
             sum_i shares_i f_i, e.g. `stacked.pool(size)`.  It changes the speed only.
 
     Returns:
-        The algorithm; its `init` is the function `init` of this module.
+        The algorithm; its `init` is that of `fedavg`.
 
     Thesis: Alg. 8, Sec. 5.3.2 (convergence theorem).
     Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in
@@ -156,54 +134,77 @@ def sppm_as(
     Differs: P1 (1/(2 gamma)), P3 (weights 1/(n p_i)), P12 (evaluations are counted, not only iterations).
     """
 
-    def step(key, hparams, state, batch, *, axis_name=None):
-        check(gamma=hparams.gamma, rounds=hparams.rounds, tolerance=hparams.tolerance)
+    ledger = _Ledger(hubs, vectors, received)
+
+    def step(
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
         server = state.server
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
+        check(hparams, n)
         members = cohort.gather(draw, state.clients.id, batch, axis_name, hubs)
         center, unravel = ravel_pytree(server.params)
+        hub_count = 1 if hubs is None else hubs.count
         oracle = cohort.prox_oracle(
-            loss, unravel, members, center, hparams.gamma, axis_name, 1 if hubs is None else hubs.count, pool
+            loss, unravel, members, center, hparams.gamma, axis_name=axis_name, hubs=hub_count, pool=pool
         )
         # The prox term is 0 at the centre.  The solver's first evaluation is there too, so it is computed once.
         start = oracle.value_and_grad(center)[0]
         result = solver(hparams)(oracle, center, hparams.rounds, hparams.tolerance)
-        bad = refused(gamma=hparams.gamma, rounds=hparams.rounds, tolerance=hparams.tolerance)
+        bad = refused(hparams)
         result = result._replace(
             params=jnp.where(bad, center, result.params), code=jnp.where(bad, BROKE_DOWN, result.code)
         )
-        metrics = _metrics(start, result, draw, n, server.params, vectors, received, hubs)
-        return State(Server(server.round + 1, unravel(result.params)), state.clients), metrics
+        params = unravel(result.params)
+        return State(Server(server.round + 1, params), state.clients), ledger.metrics(draw, n, params, start, result)
 
-    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check_hparams))
+    return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check))
 
 
-def _metrics(
-    start: Array, result: Result, draw: Draw, n: int, params: Params, vectors: float, received: float, hubs: Hubs | None
-) -> Metrics:
-    """The metrics of a round.
+class _Ledger(NamedTuple):
+    """What one aggregation of SPPM-AS sends.
 
-    In every evaluation a client receives `received` vectors and sends `vectors` of them and one value.
+    Attributes:
+        hubs: hubs between the clients and the server, or None.
+        vectors: number of vectors that a client sends, besides the value.
+        received: number of vectors that a client receives.
     """
-    price = cohort.price(draw, n, params)
-    sent = vectors * price + cohort.price(draw, n, start)
-    evaluations = result.evaluations.astype(price.dtype)
-    met = jnp.zeros((), jnp.int32) if hubs is None else cohort.hubs_met(draw, hubs)
-    hub_rounds = jnp.where(met == 1, 1, jnp.where(met > 1, result.evaluations, 0))
-    model, value = rounds.bits_of(params), rounds.bits_of(start)
-    links = (met * hub_rounds).astype(price.dtype)
-    return Metrics(
-        loss=start,
-        bits_up=sent * evaluations,
-        bits_down=received * price * evaluations,
-        local_rounds=result.evaluations,
-        iterations=result.iterations,
-        residual=result.residual,
-        code=result.code,
-        bits_hubs=links * jnp.where(met == 1, model, vectors * model + value),
-        bits_hubs_down=links * jnp.where(met == 1, model, received * model),
-        hub_rounds=hub_rounds,
-    )
+
+    hubs: Hubs | None
+    vectors: float
+    received: float
+
+    def metrics(self, draw: Draw, n: int, params: Params, start: Array, result: Result) -> Metrics:
+        """The metrics of a round.
+
+        Args:
+            draw: the cohort.
+            n: number of all clients.
+            params: a pytree with the shapes and dtypes of the model.
+            start: f_S at the start of the round.
+            result: what the solver returned.
+
+        Returns:
+            The metrics.
+        """
+        vector_bits = cohort.price(draw, n, params)
+        evaluations = result.evaluations.astype(vector_bits.dtype)
+        met = jnp.zeros((), jnp.int32) if self.hubs is None else cohort.hubs_met(draw, self.hubs)
+        hub_rounds = jnp.where(met == 1, 1, jnp.where(met > 1, result.evaluations, 0))
+        model, value = rounds.bits_of(params), rounds.bits_of(start)
+        links = (met * hub_rounds).astype(vector_bits.dtype)
+        return Metrics(
+            loss=start,
+            bits_up=(self.vectors * vector_bits + cohort.price(draw, n, start)) * evaluations,
+            bits_down=self.received * vector_bits * evaluations,
+            local_rounds=result.evaluations,
+            iterations=result.iterations,
+            residual=result.residual,
+            code=result.code,
+            bits_hubs=links * jnp.where(met == 1, model, self.vectors * model + value),
+            bits_hubs_down=links * jnp.where(met == 1, model, self.received * model),
+            hub_rounds=hub_rounds,
+        )
 
 
 def cost(metrics: Metrics, c1: float, c2: float) -> Array:
@@ -230,7 +231,7 @@ def cost(metrics: Metrics, c1: float, c2: float) -> Array:
 
 
 def flat_metrics(
-    loss: Array, price: Array, rounds: Any, iterations: Any, residual: Array | None = None, code: Any = 0
+    loss: Array, vector_bits: Array, *, rounds: Any, iterations: Any, residual: Array | None = None, code: Any = 0
 ) -> Metrics:
     """Metrics of a method that averages models over a cohort without hubs.
 
@@ -238,7 +239,7 @@ def flat_metrics(
 
     Args:
         loss: loss at the start of the round.
-        price: bits of one model, mean over all clients (0 for a client outside the cohort).
+        vector_bits: bits of one model, mean over all clients (0 for a client outside the cohort).
         rounds: number of local rounds.
         iterations: number of iterations.
         residual: |grad| at the end; None is 0.
@@ -248,7 +249,7 @@ def flat_metrics(
         The metrics.
     """
     rounds, iterations = jnp.asarray(rounds, jnp.int32), jnp.asarray(iterations, jnp.int32)
-    spent = price * rounds.astype(price.dtype)
+    spent = vector_bits * rounds.astype(vector_bits.dtype)
     return Metrics(
         loss=loss,
         bits_up=spent,
@@ -257,66 +258,7 @@ def flat_metrics(
         iterations=iterations,
         residual=jnp.zeros_like(loss) if residual is None else residual,
         code=jnp.asarray(code, jnp.int32),
-        bits_hubs=jnp.zeros_like(price),
-        bits_hubs_down=jnp.zeros_like(price),
+        bits_hubs=jnp.zeros_like(vector_bits),
+        bits_hubs_down=jnp.zeros_like(vector_bits),
         hub_rounds=jnp.zeros((), jnp.int32),
     )
-
-
-_LEAST = {
-    "gamma": "positive and finite",
-    "alpha": "positive and finite",
-    "stepsize": "positive and finite",
-    "rounds": "K >= 1 local rounds, whole",
-    "steps": "at least 1, whole",
-    "tolerance": "at least 0",
-}
-
-
-def _allowed(name: str, value: Any) -> Any:
-    """Whether a value is allowed, for NumPy and JAX arrays alike."""
-    if name == "tolerance":
-        return value >= 0
-    return (value >= 1) & (value % 1 == 0) if name in ("rounds", "steps") else (value > 0) & (value < np.inf)
-
-
-def check(**values: Any) -> None:
-    """Raise a ValueError for a value that is not allowed.
-
-    Args:
-        **values: numbers or arrays by the name of the hyperparameter.  Traced values are skipped: see `refused`.
-    """
-    for name, value in values.items():
-        if not isinstance(value, Tracer) and not np.all(_allowed(name, np.asarray(value))):
-            raise ValueError(f"{name}={value}; allowed: {_LEAST[name]}")
-
-
-def refused(**values: Any) -> Array:
-    """Whether a value is not allowed, for traced values too.
-
-    Args:
-        **values: numbers or arrays by the name of the hyperparameter, as for `check`.
-
-    Returns:
-        True where a stepsize is not positive and finite, a count is not a whole number >= 1, or a tolerance is
-        negative.
-    """
-    bad = jnp.zeros((), bool)
-    for name, value in values.items():
-        bad = bad | ~_allowed(name, jnp.asarray(value).astype(float))
-    return bad
-
-
-def hparams(gamma: float, rounds: int, tolerance: float = 0.0) -> HParams:
-    """Hyperparameters that were validated: gamma > 0, K >= 1, tolerance >= 0.
-
-    Args:
-        gamma: parameter of the prox.
-        rounds: K, the largest number of iterations of the inner solver.
-        tolerance: the solver stops where |grad| of the prox objective is at most this.
-
-    Returns:
-        The hyperparameters.
-    """
-    check(gamma=gamma, rounds=rounds, tolerance=tolerance)
-    return HParams(gamma, rounds, tolerance)

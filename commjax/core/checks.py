@@ -33,6 +33,16 @@ def _refuse_unless(holds: Callable[[np.ndarray], Any], name: str, value: Any, al
         raise ValueError(f"{name}={value}; allowed: {allowed}")
 
 
+def is_positive(values: Any) -> Any:
+    """Whether 0 < value < infinity, elementwise, for NumPy arrays and for JAX arrays that may be traced."""
+    return (values > 0) & (values < np.inf)
+
+
+def is_count(values: Any) -> Any:
+    """Whether a value is a whole number of at least 1, elementwise, for NumPy and JAX arrays."""
+    return (values >= 1) & (values % 1 == 0)
+
+
 def positive(name: str, value: Any) -> None:
     """ValueError unless 0 < value < infinity.
 
@@ -40,7 +50,7 @@ def positive(name: str, value: Any) -> None:
     Traceback (most recent call last):
     ValueError: gamma=-1.0; allowed: positive and finite
     """
-    _refuse_unless(lambda x: (x > 0) & (x < np.inf), name, value, "positive and finite")
+    _refuse_unless(is_positive, name, value, "positive and finite")
 
 
 def at_least_zero(name: str, value: Any) -> None:
@@ -70,7 +80,7 @@ def probability(name: str, value: Any) -> None:
 
 def count(name: str, value: Any) -> None:
     """ValueError unless the value is a whole number of at least 1."""
-    _refuse_unless(lambda x: (x >= 1) & (x % 1 == 0), name, value, "a whole number of at least 1")
+    _refuse_unless(is_count, name, value, "a whole number of at least 1")
 
 
 def scalars(hparams: Any) -> None:
@@ -233,8 +243,8 @@ def minibatch_of(size: int, data: PyTree) -> None:
 def finite_tree(tree: PyTree) -> bool:
     """Whether every number of every floating-point leaf is finite, as a Python bool."""
 
-    def one(leaf: Array) -> bool:
+    def is_finite(leaf: Array) -> bool:
         inexact = jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)
         return not inexact or bool(np.all(np.isfinite(np.asarray(leaf, np.float64))))
 
-    return all(one(leaf) for leaf in jax.tree.leaves(tree))
+    return all(is_finite(leaf) for leaf in jax.tree.leaves(tree))

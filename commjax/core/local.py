@@ -1,18 +1,37 @@
 """Local computations of a client between two communications: draw rows, take gradient steps."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jaxtyping import Array, PyTree
 
 from commjax.core import tree
-from commjax.core.base import Key, Params
+from commjax.core.base import Key, Message, Params
 
 # (key, data of one client) -> batch
 Sample = Callable[[Key, PyTree], PyTree]
 # (params, batch) -> (loss, gradient like params)
 ValueAndGrad = Callable[[Params, Any], tuple[Array, Params]]
+# (function of one client) -> function of all clients, whose arguments have a leading client axis
+Over = Callable[[Callable[..., Any]], Callable[..., Any]]
+# What a client step returns: the client's new state, its message, its loss
+ClientResult = tuple[Any, Message, Array]
+
+
+class Train(Protocol):
+    """The local training of one client, as `sgd` makes it."""
+
+    def __call__(
+        self,
+        key: Key,
+        stepsize: Any,
+        params: Params,
+        data: PyTree,
+        correction: Callable[[Params], Params] | None = None,
+    ) -> tuple[Params, Array]:
+        """Return the trained params and the loss at the first step."""
+        ...
 
 
 def all_rows(key: Key, data: PyTree) -> PyTree:
@@ -80,7 +99,7 @@ def check_batch(size: int, data: PyTree) -> None:
         )
 
 
-def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Callable[..., tuple[Params, Array]]:
+def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Train:
     """Make a function that takes gradient steps on one client.
 
         x <- x - stepsize (grad f(x; sample) + correction(x))
@@ -97,13 +116,19 @@ def sgd(value_and_grad: ValueAndGrad, sample: Sample, steps: int) -> Callable[..
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
 
-    def train(key, stepsize, params, data, correction: Callable[[Params], Params] | None = None):
-        def one(params, number):
+    def train(
+        key: Key,
+        stepsize: Any,
+        params: Params,
+        data: PyTree,
+        correction: Callable[[Params], Params] | None = None,
+    ) -> tuple[Params, Array]:
+        def gradient_step(params: Params, number: Array) -> tuple[Params, Array]:
             loss, grad = value_and_grad(params, sample(jax.random.fold_in(key, number), data))
             grad = grad if correction is None else tree.add(grad, correction(params))
             return tree.add_scaled(params, -stepsize, grad), loss
 
-        params, losses = jax.lax.scan(one, params, jax.numpy.arange(steps))
+        params, losses = jax.lax.scan(gradient_step, params, jax.numpy.arange(steps))
         return params, losses[0]
 
     return train

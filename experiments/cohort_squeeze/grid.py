@@ -191,7 +191,7 @@ def sppm(
     def make(hparams: Any) -> solvers.Solver:
         return use.make(problem.smoothness, hparams, most or settings.most_local)
 
-    return sppm_as.sppm_as(problem.loss, sampling, make, hubs, use.vectors(len(problem.optimum)), pool=pool)
+    return sppm_as.sppm_as(problem.loss, sampling, make, hubs, vectors=use.vectors(len(problem.optimum)), pool=pool)
 
 
 def most_rows(problem: Problem, sampling: samplings.Sampling) -> int:

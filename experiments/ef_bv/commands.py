@@ -142,7 +142,7 @@ def compare(
     constants = compressor.constants(problem.d, n)
     hparams = [
         ef_bv.theoretical(constants, problem.smoothness, regime),
-        ef_bv.ef21(constants, problem.smoothness, regime),
+        ef_bv.ef21_hparams(constants, problem.smoothness, regime),
     ]
     grid = runner.stack([h._replace(gamma=h.gamma * factor) for h in hparams for factor in factors])
     algorithm = ef_bv.ef_bv(problem.value_and_grad, compressor)

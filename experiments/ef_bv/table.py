@@ -111,7 +111,7 @@ def _gammas(d: int, k: int, n: int, smoothness) -> dict[str, float]:
     constants = compressors.comp(k, d // 2).constants(d, n)
     return {
         "gamma": float(ef_bv.theoretical(constants, smoothness).gamma),
-        "gamma EF21": float(ef_bv.ef21(constants, smoothness).gamma),
+        "gamma EF21": float(ef_bv.ef21_hparams(constants, smoothness).gamma),
     }
 
 

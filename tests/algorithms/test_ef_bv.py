@@ -87,7 +87,7 @@ def test_top_k_with_a_soft_threshold_follows_the_numpy_oracle():
     "make", [lambda R: ef_bv.gd(value_and_grad, R), lambda R: ef_bv.ef_bv(value_and_grad, c.mix(3, D - 3), R)]
 )
 def test_without_compression_it_is_proximal_gradient_descent(make):
-    hparams = ef_bv.gradient_descent(SMOOTH)
+    hparams = ef_bv.gd_hparams(SMOOTH)
     assert hparams == ef_bv.theoretical(c.identity().constants(D, N), SMOOTH)
     algorithm = make(prox.l1(0.3))
     state, _ = runner.run(KEY, algorithm, hparams, algorithm.init(jnp.ones(D), IDS), DATA, 25)
@@ -99,7 +99,7 @@ def test_without_compression_it_is_proximal_gradient_descent(make):
 
 @pytest.mark.parametrize("compressor", [c.comp(2, 5), c.m_nice(2, c.rand_k(3))], ids=lambda one: one.name)
 def test_nu_equal_to_lambda_is_the_original_ef21_with_a_scaled_compressor(compressor):
-    gamma, lam, nu = ef_bv.ef21(compressor.constants(D, N), SMOOTH)
+    gamma, lam, nu = ef_bv.ef21_hparams(compressor.constants(D, N), SMOOTH)
     assert lam == nu < 1
     ours = ef_bv.ef_bv(value_and_grad, compressor)
     original = ef_bv.ef_bv(value_and_grad, c.scaled(lam, compressor))
@@ -110,20 +110,20 @@ def test_nu_equal_to_lambda_is_the_original_ef21_with_a_scaled_compressor(compre
 
 def test_hparams_of_the_special_cases_are_the_thesiss():
     biased, unbiased = c.comp(2, 5).constants(D, N), c.rand_k(2).constants(D, N)
-    gamma, lam, nu = ef_bv.diana(unbiased, SMOOTH)
+    gamma, lam, nu = ef_bv.diana_hparams(unbiased, SMOOTH)
     assert (lam, nu) == (0.25, 1.0)
     assert gamma == pytest.approx(1 / (SMOOTH.L_max * (1 + (1 + math.sqrt(2)) ** 2 * 0.5)))
     general = ef_bv.theoretical(unbiased, SMOOTH, nu=1.0)
-    assert ef_bv.diana(unbiased, SMOOTH, "pl") == general and general.gamma < gamma
-    assert ef_bv.diana(biased, SMOOTH, "kl") == ef_bv.theoretical(biased, SMOOTH, "kl", nu=1.0)
-    ef21 = ef_bv.ef21(biased, SMOOTH)
+    assert ef_bv.diana_hparams(unbiased, SMOOTH, "pl") == general and general.gamma < gamma
+    assert ef_bv.diana_hparams(biased, SMOOTH, "kl") == ef_bv.theoretical(biased, SMOOTH, "kl", nu=1.0)
+    ef21 = ef_bv.ef21_hparams(biased, SMOOTH)
     assert ef21.lam == ef21.nu == theory.best_scaling(biased.eta, biased.omega)
     coarse = Constants(biased.eta, biased.omega, biased.omega)
     assert ef21 == ef_bv.theoretical(coarse, SMOOTH, nu=ef21.lam)
-    assert ef_bv.ef21(biased, SMOOTH, use_omega_ran=True) == ef_bv.theoretical(biased, SMOOTH, nu=ef21.lam)
+    assert ef_bv.ef21_hparams(biased, SMOOTH, use_omega_ran=True) == ef_bv.theoretical(biased, SMOOTH, nu=ef21.lam)
     smaller = ef_bv.theoretical(biased, SMOOTH, lam=0.01)
     assert smaller.lam == 0.01 and smaller.gamma < ef_bv.theoretical(biased, SMOOTH).gamma
-    plain = ef_bv.compressed_gd(unbiased, SMOOTH)
+    plain = ef_bv.compressed_gd_hparams(unbiased, SMOOTH)
     assert plain == pytest.approx((1 / (SMOOTH.L + SMOOTH.L_max), 0.0, 1.0))
 
 
@@ -132,10 +132,10 @@ def test_without_shifts_it_stalls_where_ef_bv_and_diana_converge():
     constants = compressor.constants(D, N)
     algorithm = ef_bv.ef_bv(value_and_grad, compressor)
     start = algorithm.init(jnp.zeros(D), IDS)
-    plain, _ = runner.run(KEY, algorithm, ef_bv.compressed_gd(constants, SMOOTH), start, DATA, 2000)
+    plain, _ = runner.run(KEY, algorithm, ef_bv.compressed_gd_hparams(constants, SMOOTH), start, DATA, 2000)
     assert not plain.clients.shift.any() and not plain.server.shift.any()
     assert gap(plain.server.params) > 1e-3
-    for hparams in (ef_bv.diana(constants, SMOOTH), ef_bv.theoretical(constants, SMOOTH)):
+    for hparams in (ef_bv.diana_hparams(constants, SMOOTH), ef_bv.theoretical(constants, SMOOTH)):
         state, _ = runner.run(KEY, algorithm, hparams, start, DATA, 2000)
         assert gap(state.server.params) < 1e-12
 
@@ -268,16 +268,20 @@ def test_flax_parameters_are_trained():
 
 def test_constants_that_theory_cannot_use_are_named():
     none = c.identity().constants(3, 2)
-    for tuned, name in ((ef_bv.theoretical, "L_tilde"), (ef_bv.ef21, "L_tilde"), (ef_bv.diana, "L_max")):
+    for tuned, name in (
+        (ef_bv.theoretical, "L_tilde"),
+        (ef_bv.ef21_hparams, "L_tilde"),
+        (ef_bv.diana_hparams, "L_max"),
+    ):
         good = smoothness(np.array([1.0, 2.0]))
         with pytest.raises(ValueError, match=rf"smoothness.{name} must be positive and finite, got nan"):
             tuned(none, good._replace(**{name: float("nan")}))
     with pytest.raises(ValueError, match=r"smoothness.L must be positive and finite, got 0"):
-        ef_bv.gradient_descent(smoothness(np.array([1.0]))._replace(L=0.0))
+        ef_bv.gd_hparams(smoothness(np.array([1.0]))._replace(L=0.0))
     with pytest.raises(
         ValueError, match=r"one of \('strongly convex', 'pl', 'kl', 'nonconvex'\), got 'strongly-convex'"
     ):
-        ef_bv.diana(none, smoothness(np.array([1.0])), "strongly-convex")
+        ef_bv.diana_hparams(none, smoothness(np.array([1.0])), "strongly-convex")
     algorithm = ef_bv.gd(jax.value_and_grad(lambda x, data: jnp.sum((x - data) ** 2)))
     with pytest.raises(
         ValueError, match=r"a row like params for each client, leaves of shapes \[\(4, 2\)\]; got \[\(3, 2\)\]"

@@ -59,7 +59,7 @@ def test_constants_are_the_golden_ones():
     assert theory.rate(hparams.gamma, mu, 0.5) == pytest.approx(golden["zeta_at_p_0_5"], rel=1e-14)
     np.testing.assert_allclose(hparams.p * alpha / hparams.gamma, golden["h_step"], rtol=1e-14)
     assert 1 / hparams.p**2 == pytest.approx(golden["kappa_max"], rel=1e-13)
-    assert 1 / scafflix.scaffnew(A, mu).p ** 2 == pytest.approx(golden["kappa_global"], rel=1e-13)
+    assert 1 / scafflix.scaffnew_hparams(A, mu).p ** 2 == pytest.approx(golden["kappa_global"], rel=1e-13)
 
 
 def test_stepsizes_for_stochastic_gradients_are_the_golden_ones():
@@ -78,7 +78,7 @@ def test_four_iterations_are_the_golden_ones(monkeypatch):
     golden = GOLDEN["scafflix_trajectory"]
     H, centre, alpha = (np.array(golden[name]) for name in ("H", "c", "alpha"))
     data = quadratic.Quadratic(jnp.asarray(H)[:, None, None], jnp.asarray(centre)[:, None])
-    hparams = scafflix.hparams(np.array(golden["gamma_i"]), alpha, golden["p"])
+    hparams = scafflix.HParams(np.array(golden["gamma_i"]), alpha, golden["p"])
     algorithm = scafflix.iterations(value_and_grad)
     state = algorithm.init(jnp.zeros(1), jnp.arange(3), optimum=data.c)
 
@@ -139,7 +139,7 @@ COINS = [0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1]
 def test_both_faces_follow_the_thesiss_box_for_given_coins(monkeypatch, cohort):
     toss(monkeypatch, COINS)
     gamma, p = 0.7 / L, 0.4
-    hparams = scafflix.hparams(gamma, ALPHA, p)
+    hparams = scafflix.HParams(gamma, ALPHA, p)
     draw = communication.keys_of(KEY).cohort
     members = cohort and [
         np.asarray(rounds.cohort_members(jax.random.fold_in(draw, c), IDS, N, cohort)) for c in range(sum(COINS))
@@ -188,7 +188,7 @@ def test_both_faces_take_the_same_way_with_the_same_key_also_in_pytrees(sample, 
     by_iterations = scafflix.iterations(gradient, sample, cohort=cohort)
     params = {"v": jnp.ones(1), "w": jnp.linspace(-1.0, 1.0, D - 1)}
     optimum = {"v": jnp.asarray(RNG.standard_normal((N, 1))), "w": jnp.asarray(RNG.standard_normal((N, D - 1)))}
-    hparams = scafflix.hparams(np.linspace(0.02, 0.05, N), ALPHA, 0.3)
+    hparams = scafflix.HParams(np.linspace(0.02, 0.05, N), ALPHA, 0.3)
     start = by_rounds.init(params, IDS, optimum=optimum)
     one, metrics = run(by_rounds, hparams, 12, start, data=REGRESSION)
     iterations = int(one.server.iterations)
@@ -214,7 +214,7 @@ def test_stochastic_gradients_differ_between_iterations_and_clients():
 
     scafflix.iterations(value_and_grad, look)  # the sampler is called with the keys of (iteration, client)
     rows = communication.keys_of(KEY).rows
-    state, hparams = begin(scafflix.iterations(value_and_grad)), scafflix.hparams(0.1, ALPHA, 0.5)
+    state, hparams = begin(scafflix.iterations(value_and_grad)), scafflix.HParams(0.1, ALPHA, 0.5)
     drawn = []
     for t in range(3):
         for i in range(N):

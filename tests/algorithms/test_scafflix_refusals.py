@@ -52,13 +52,13 @@ def test_a_shift_without_alpha_is_refused_where_it_cannot_be_checked():
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, [0.5, 2.0], [[0.5]], math.nan])
 def test_an_alpha_outside_0_to_1_is_refused(alpha):
     with pytest.raises(ValueError, match=r"alpha=.*; allowed: one number in \[0, 1\]"):
-        scafflix.hparams(0.1, np.array(alpha), 0.5)
+        scafflix.HParams(0.1, np.array(alpha), 0.5)
 
 
 @pytest.mark.parametrize("p", [0.0, -0.5, 1.01, math.nan])
 def test_a_p_outside_0_to_1_is_refused(p):
     with pytest.raises(ValueError, match=r"p=.*; allowed: 0 < p <= 1"):
-        scafflix.hparams(0.1, 0.5, p)
+        scafflix.HParams(0.1, 0.5, p)
     with pytest.raises(ValueError, match=r"allowed: 0 < p <= 1"):
         scafflix.theoretical(L, MU, p=p)
 
@@ -66,7 +66,7 @@ def test_a_p_outside_0_to_1_is_refused(p):
 @pytest.mark.parametrize("gamma", [0.0, -1.0, math.inf, math.nan, [0.1, 0.0], [[0.1]]])
 def test_a_gamma_that_is_not_positive_is_refused(gamma):
     with pytest.raises(ValueError, match=r"gamma=.*; allowed: one positive number"):
-        scafflix.hparams(np.array(gamma), 0.5, 0.5)
+        scafflix.HParams(np.array(gamma), 0.5, 0.5)
 
 
 def test_a_gamma_above_the_theorems_warns_or_is_refused_and_one_below_is_taken():
@@ -121,4 +121,4 @@ def test_a_cohort_of_nobody_or_of_more_than_all_is_refused(make):
             make(value_and_grad, cohort=cohort)
     algorithm = make(value_and_grad, cohort=N + 1)
     with pytest.raises(ValueError, match=f"between 1 and the number of clients, got {N + 1} of {N}"):
-        algorithm.step(KEY, scafflix.hparams(0.1, 0.5, 0.5), begin(algorithm), DATA)
+        algorithm.step(KEY, scafflix.HParams(0.1, 0.5, 0.5), begin(algorithm), DATA)

@@ -96,16 +96,16 @@ def test_with_alpha_1_it_is_i_scaffnew_which_needs_no_optimum_and_knows_no_other
 
 
 def test_scaffnew_has_one_stepsize_and_the_global_condition_number():
-    hparams = scafflix.scaffnew(L, MU)
+    hparams = scafflix.scaffnew_hparams(L, MU)
     np.testing.assert_array_equal(hparams.gamma, np.full(N, 1 / L.max()))
     assert hparams.alpha == 1.0 and hparams.p == pytest.approx(math.sqrt(MU.min() / L.max()))
-    assert scafflix.scaffnew(L, MU, p=0.25).p == 0.25
+    assert scafflix.scaffnew_hparams(L, MU, p=0.25).p == 0.25
     assert scafflix.theoretical(L, MU).p >= hparams.p
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.2])  # alpha^2/gamma above and below 1
 def test_with_p_1_and_equal_stepsizes_it_is_gradient_descent_on_the_flix_objective(alpha):
-    hparams = scafflix.hparams(0.3, alpha, 1.0)
+    hparams = scafflix.HParams(0.3, alpha, 1.0)
     state, metrics = run(made(scafflix.scafflix), hparams, 20)
     x = np.array(START)
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_the_number_of_local_steps_is_geometric_with_mean_1_over_p(p):
     algorithm = scafflix.scafflix(lambda x, data: (jnp.zeros(()), jnp.zeros(1)))
     start = algorithm.init(jnp.zeros(1), jnp.arange(1), optimum=jnp.zeros((1, 1)))
     rounds = 4000
-    _, metrics = runner.run(KEY, algorithm, scafflix.hparams(1.0, 1.0, p), start, jnp.zeros((1, 1)), rounds)
+    _, metrics = runner.run(KEY, algorithm, scafflix.HParams(1.0, 1.0, p), start, jnp.zeros((1, 1)), rounds)
     steps = np.asarray(metrics.iterations)
     assert steps.min() == 1
     assert abs(steps.mean() - 1 / p) < 5 * math.sqrt((1 - p) / p**2 / rounds)
@@ -183,12 +183,12 @@ def test_the_number_of_local_steps_is_geometric_with_mean_1_over_p(p):
 
 def test_no_probability_makes_a_program_that_does_not_end(monkeypatch):
     monkeypatch.setattr(communication, "MOST_STEPS", 50)
-    _, metrics = run(scafflix.scafflix(value_and_grad), scafflix.hparams(0.1, ALPHA, 1e-9), 2)
+    _, metrics = run(scafflix.scafflix(value_and_grad), scafflix.HParams(0.1, ALPHA, 1e-9), 2)
     assert metrics.iterations.tolist() == [51, 51]
 
 
 def test_the_mean_over_a_sweep_with_a_vector_of_hparams_is_the_mean_over_runs():
-    settings = [scafflix.theoretical(L, MU, ALPHA), scafflix.hparams(0.5 / L, ALPHA[::-1], 0.7)]
+    settings = [scafflix.theoretical(L, MU, ALPHA), scafflix.HParams(0.5 / L, ALPHA[::-1], 0.7)]
     keys = jax.random.split(KEY, 3)
     algorithm = made(scafflix.scafflix)
     _, metrics = runner.sweep(keys, algorithm, runner.stack(settings), begin(algorithm), DATA, 6)

@@ -209,8 +209,8 @@ def test_bad_input_is_refused():
         after(algorithm, EXACT)
     for bad, message in (((0.0, 3), "gamma=0.0"), ((1.0, 0), "rounds=0"), ((1.0, 1, -1.0), "tolerance=-1.0")):
         with pytest.raises(ValueError, match=message):
-            sppm_as.hparams(*bad)
-    assert sppm_as.hparams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0)
+            sppm_as.HParams(*bad)
+    assert sppm_as.HParams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0)
 
 
 @pytest.mark.parametrize("which", ["sppm_as", "fedprox", "local_gd"])

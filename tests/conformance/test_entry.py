@@ -169,8 +169,8 @@ def test_a_federation_and_a_method_without_a_spec_are_checked_as_far_as_possible
 
 
 def test_a_solver_of_sppm_as_may_have_two_rates():
-    sppm_as.check_hparams(sppm_as.HParams(1.0, 3, rate=(0.1, 0.01)), 4)
+    sppm_as.check(sppm_as.HParams(1.0, 3, rate=(0.1, 0.01)), 4)
     with pytest.raises(ValueError, match="rate=nan; allowed: finite"):
-        sppm_as.check_hparams(sppm_as.HParams(1.0, 3, rate=(0.1, np.nan)), 4)
+        sppm_as.check(sppm_as.HParams(1.0, 3, rate=(0.1, np.nan)), 4)
     with pytest.raises(ValueError, match=r"gamma has shape \(2,\); allowed: one number"):
-        sppm_as.check_hparams(sppm_as.HParams((1.0, 2.0), 3), 4)
+        sppm_as.check(sppm_as.HParams((1.0, 2.0), 3), 4)

@@ -151,7 +151,7 @@ def test_a_reducer_where_silence_is_a_message_of_zeros_is_refused():
 def test_the_mean_is_the_default_and_a_trimmed_mean_of_nothing_is_the_mean():
     def params(reduce):
         algorithm = ef_bv.gd(VALUE_AND_GRAD, reduce=reduce)
-        hparams = ef_bv.gradient_descent(quadratic.constants(PROBLEM))
+        hparams = ef_bv.gd_hparams(quadratic.constants(PROBLEM))
         state = algorithm.init(start(jnp.float64), jnp.arange(N))
         return runner.run(KEY, algorithm, hparams, state, cast(PROBLEM, jnp.float64), 3)[0].server.params
 

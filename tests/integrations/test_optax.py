@@ -26,8 +26,8 @@ DATA = jax.tree.map(jnp.asarray, PROBLEM)
 ROUNDS = 3
 NAMED = {
     "ef-bv": ("comp", ef_bv.theoretical),
-    "ef21": ("top-k", ef_bv.ef21),
-    "diana": ("rand-k", ef_bv.diana),
+    "ef21": ("top-k", ef_bv.ef21_hparams),
+    "diana": ("rand-k", ef_bv.diana_hparams),
     "m-nice": ("m-nice", ef_bv.theoretical),
 }
 ALL = pytest.mark.parametrize("method", NAMED)

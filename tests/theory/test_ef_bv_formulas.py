@@ -79,10 +79,10 @@ def test_both_readings_of_the_stepsize_row_are_reproduced(row, reading):
     golden = row[reading]
     smooth = SimpleNamespace(L=golden["L"], L_tilde=golden["Lt"], L_max=math.nan)
     ours = ef_bv.theoretical(constants_of(row), smooth)
-    ef21 = ef_bv.ef21(constants_of(row), smooth)
+    ef21 = ef_bv.ef21_hparams(constants_of(row), smooth)
     assert ours == pytest.approx((golden["g"], row["lambda_star"], 1.0), rel=1e-9)
     assert ef21 == pytest.approx((golden["g21"], row["lambda_star"], row["lambda_star"]), rel=1e-9)
-    finer = ef_bv.ef21(constants_of(row), smooth, use_omega_ran=True)
+    finer = ef_bv.ef21_hparams(constants_of(row), smooth, use_omega_ran=True)
     assert ef21.gamma < finer.gamma < ours.gamma and finer[1:] == ef21[1:]
     expected = golden["L"] + golden["Lt"] * row["ef21"]["sqrt_ratio_using_omega_ran"] / row["s_star"]
     assert finer.gamma == pytest.approx(1 / expected, rel=1e-9)
@@ -166,7 +166,7 @@ def test_without_compression_everything_is_that_of_gradient_descent(regime, gamm
     assert ef_bv.theoretical(none, smoothness(np.array([3.0, 4.0]), 3.0), regime) == (gamma, 1.0, 1.0)
     assert theory.inverse_theta(0.0, 1.0, 0.0, regime) == 0 == theory.lyapunov_weight(0.5, 0.0, 1.0, 0.0, regime)
     assert theory.s_star(0.0, 1.0) == math.inf == theory.s_nonconvex(0.0, 1.0)
-    assert ef_bv.gradient_descent(smoothness(np.array([3.0, 4.0]), 3.0)) == (1 / 3, 1.0, 1.0)
+    assert ef_bv.gd_hparams(smoothness(np.array([3.0, 4.0]), 3.0)) == (1 / 3, 1.0, 1.0)
 
 
 def test_an_estimate_without_error_gives_gradient_descents_stepsize_in_spite_of_compressed_shifts():
@@ -258,10 +258,10 @@ BAD = {
     "regime of a factor": (lambda: theory.error_factor(0.5, 0.5, 0.5, "convex"), "regime .*got 'convex'"),
     "regime of theta": (lambda: theory.inverse_theta(0.5, 0.5, 0.5, "convex"), "regime .*got 'convex'"),
     "regime of a rate": (lambda: theory.rate(0.1, 1.0, 0.5, "nonconvex"), "regime .*got 'nonconvex'"),
-    "diana": (lambda: ef_bv.diana(Constants(0.5, 1.0, 1.0), SMOOTH), r"diana.*eta = 0\.5"),
-    "diana, omega": (lambda: ef_bv.diana(Constants(0.0, -1.0, 1.0), SMOOTH), r"omega .*got -1\.0"),
+    "diana": (lambda: ef_bv.diana_hparams(Constants(0.5, 1.0, 1.0), SMOOTH), r"diana.*eta = 0\.5"),
+    "diana, omega": (lambda: ef_bv.diana_hparams(Constants(0.0, -1.0, 1.0), SMOOTH), r"omega .*got -1\.0"),
     "compressed gd": (
-        lambda: ef_bv.compressed_gd(Constants(0.5, 1.0, 1.0), SMOOTH),
+        lambda: ef_bv.compressed_gd_hparams(Constants(0.5, 1.0, 1.0), SMOOTH),
         r"compressed_gd.*eta = 0\.5",
     ),
 }

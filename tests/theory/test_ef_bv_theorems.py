@@ -200,7 +200,7 @@ def test_one_step_contracts_the_lyapunov_function_under_kl(compressor, problem):
 @pytest.mark.parametrize("problem", [strongly_convex(), lasso(), ridge(3.0)], ids=["no R", "lasso", "ridge"])
 def test_one_step_contracts_dianas_own_lyapunov_function(compressor, problem):
     _, omega, omega_ran = constants = compressor.constants(D, N)
-    hparams = ef_bv.diana(constants, problem.smooth)
+    hparams = ef_bv.diana_hparams(constants, problem.smooth)
     assert hparams.lam == 1 / (1 + omega) and hparams.nu == 1
     weight = theory.diana_lyapunov_weight(hparams.gamma, omega, omega_ran)
     rate = theory.diana_rate(hparams.gamma, strongly_convex().mu, omega)  # of f alone
@@ -219,7 +219,7 @@ def test_one_step_contracts_dianas_own_lyapunov_function(compressor, problem):
 def test_compressed_gd_contracts_to_a_neighbourhood(compressor):
     problem = lasso()
     constants = compressor.constants(D, N)
-    hparams = ef_bv.compressed_gd(constants, problem.smooth)
+    hparams = ef_bv.compressed_gd_hparams(constants, problem.smooth)
     noise = 2 * hparams.gamma**2 * constants.omega_ran * (problem.grads(problem.best) ** 2).sum() / N
     for x, _ in states(problem, count=60):
         probability, x1, h1, _ = outcomes(problem, compressor, hparams, x, np.zeros((N, D)))
@@ -292,7 +292,7 @@ def test_the_mean_square_of_the_smoothness_constants_is_what_the_stepsize_needs(
 def test_ef21_uses_its_new_shift_as_the_gradient_estimate():
     problem = strongly_convex()
     for compressor in COMPRESSORS.values():
-        hparams = ef_bv.ef21(compressor.constants(D, N), problem.smooth)
+        hparams = ef_bv.ef21_hparams(compressor.constants(D, N), problem.smooth)
         for x, h in states(problem, count=4):
             _, _, h1, g = outcomes(problem, compressor, hparams, x, h)
             np.testing.assert_allclose(g, h1.mean(1), atol=1e-12)

@@ -98,7 +98,7 @@ def test_the_identity_of_i_scaffnew_is_exact_for_any_gradients(monkeypatch):
         grads, x_star = rng.standard_normal((N, D)), rng.standard_normal(D)
         slopes, shift = admissible(rng.standard_normal((2, N, D)), one)
         models = rng.standard_normal((1, N, D))
-        hparams = scafflix.hparams(gamma, 1.0, p)
+        hparams = scafflix.HParams(gamma, 1.0, p)
 
         def norm(x, gamma=gamma):
             return np.sum(squares(x) / gamma)
@@ -151,7 +151,7 @@ def test_a_rate_2_5_times_as_fast_or_stepsizes_3_times_as_long_would_be_false(mo
     hparams = scafflix.theoretical(L, MU, alpha)
     zeta = theory.rate(np.asarray(hparams.gamma), MU, hparams.p)
     assert worst_ratio(steps, hparams, alpha, True, 3, shrink=2.5 * zeta) > 1
-    wild = scafflix.hparams(3.0 / L, alpha, hparams.p)
+    wild = scafflix.HParams(3.0 / L, alpha, hparams.p)
     assert worst_ratio(steps, wild, alpha, True, 3) > 1
 
 

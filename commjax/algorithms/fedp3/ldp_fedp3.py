@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from commjax.algorithms.fedp3.sketched import Client, Server, check_dimension, server_step, use_key
-from commjax.algorithms.flix import own
+from commjax.algorithms.flix import client_value
 from commjax.compressors.joint import perm_k
 from commjax.core import checks, rounds, tree
 from commjax.core.base import Algorithm, Compressor, Params, Spec, State
@@ -129,7 +129,7 @@ def ldp_fedp3(
         # Without noise (and privacy) C may be infinite, and 0 * infinity is not a number.
         deviation = jnp.where(hparams.noise > 0, hparams.noise * jnp.asarray(hparams.clip), 0.0)
         total = tree.add_scaled(total, deviation, mechanism.gaussian_like(use_key(round.own_key, 3), total))
-        m = jnp.sum(present) if public is None else own(public, client.id)
+        m = jnp.sum(present) if public is None else client_value(public, client.id)
         batch = hparams.rate * jnp.maximum(m, 1).astype(jnp.zeros(()).dtype)
         model = tree.add_scaled(server.params, -hparams.gamma, tree.scale(1 / batch, total))
         return client, round.send(model), loss(server.params, data)

@@ -261,7 +261,7 @@ def diana_with_bias() -> Claim:
     problem = breast_cancer()
     n, d, rounds = len(problem.data.labels), problem.d, 4000
     compressor = compressors.mix(3, 6)
-    hparams = ef_bv.diana(compressor.constants(d, n), problem.smoothness, "pl")
+    hparams = ef_bv.diana_hparams(compressor.constants(d, n), problem.smoothness, "pl")
     algorithm = ef_bv.ef_bv(problem.value_and_grad, compressor)
     _, metrics = runner.run(
         jax.random.key(0),
