@@ -103,12 +103,12 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
     def members_of(key: Key, round: int, n: int) -> np.ndarray:
         if sampling.n != n:
             raise ValueError(f"sampling is over {sampling.n} clients, the contract has {n}")
-        draw = sampling.sample(jax.random.fold_in(key, round))
+        draw = sampling.sample(rounds.keys(key, round, n).shared)
         return np.unique(draw.ids[draw.mask])
 
     def server_step(key: Key, hparams: HParams, server: Server, ids: Array, models: PyTree) -> Server:
         """Put the models into the slots of the draw, as the simulation does; an empty slot has weight 0."""
-        draw = sampling.sample(jax.random.fold_in(key, server.round))
+        draw = sampling.sample(rounds.keys(key, server.round, sampling.n).shared)
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
         shares = cohort.shares(draw).astype(rows.dtype)

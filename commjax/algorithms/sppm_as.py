@@ -133,7 +133,6 @@ def sppm_as(
     the metrics.
     Differs: P1 (1/(2 gamma)), P3 (weights 1/(n p_i)), P12 (evaluations are counted, not only iterations).
     """
-
     ledger = _Ledger(hubs, vectors, received)
 
     def step(

@@ -1,7 +1,7 @@
 """Local computations of a client between two communications: draw rows, take gradient steps."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, PyTree
@@ -19,6 +19,7 @@ Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 ClientResult = tuple[Any, Message, Array]
 
 
+@runtime_checkable
 class Train(Protocol):
     """The local training of one client, as `sgd` makes it."""
 

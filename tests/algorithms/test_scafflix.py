@@ -213,16 +213,16 @@ def test_stochastic_gradients_differ_between_iterations_and_clients():
         return data
 
     scafflix.iterations(value_and_grad, look)  # the sampler is called with the keys of (iteration, client)
-    rows = communication.keys_of(KEY).rows
     state, hparams = begin(scafflix.iterations(value_and_grad)), scafflix.HParams(0.1, ALPHA, 0.5)
+    played = communication.Run(value_and_grad, look, hparams, communication.keys_of(KEY))
     drawn = []
     for t in range(3):
         for i in range(N):
             client = jax.tree.map(lambda leaf, i=i: leaf[i], state.clients)
             data = jax.tree.map(lambda leaf, i=i: leaf[i], DATA)
-            communication.local_step(value_and_grad, look, rows, hparams, START, client, data, t)
+            played.local_step(START, client, data, jnp.asarray(t))
             drawn.append(jax.random.key_data(seen[-1]).tolist())
-    assert len({tuple(one) for one in drawn}) == 3 * N
+    assert len({tuple(key) for key in drawn}) == 3 * N
 
 
 def test_a_shift_that_was_made_admissible_is_accepted_in_pytrees_and_with_shuffled_ids():

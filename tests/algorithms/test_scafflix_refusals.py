@@ -51,22 +51,24 @@ def test_a_shift_without_alpha_is_refused_where_it_cannot_be_checked():
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, [0.5, 2.0], [[0.5]], math.nan])
 def test_an_alpha_outside_0_to_1_is_refused(alpha):
+    with pytest.raises(ValueError, match=r"alpha(=| has shape).*; allowed: (0 to 1|one number)"):
+        scafflix.check(scafflix.HParams(0.1, np.array(alpha), 0.5), n=2)
     with pytest.raises(ValueError, match=r"alpha=.*; allowed: one number in \[0, 1\]"):
-        scafflix.HParams(0.1, np.array(alpha), 0.5)
+        scafflix.theoretical(L, MU, np.array(alpha))
 
 
 @pytest.mark.parametrize("p", [0.0, -0.5, 1.01, math.nan])
 def test_a_p_outside_0_to_1_is_refused(p):
     with pytest.raises(ValueError, match=r"p=.*; allowed: 0 < p <= 1"):
-        scafflix.HParams(0.1, 0.5, p)
+        scafflix.check(scafflix.HParams(0.1, 0.5, p), n=2)
     with pytest.raises(ValueError, match=r"allowed: 0 < p <= 1"):
         scafflix.theoretical(L, MU, p=p)
 
 
 @pytest.mark.parametrize("gamma", [0.0, -1.0, math.inf, math.nan, [0.1, 0.0], [[0.1]]])
 def test_a_gamma_that_is_not_positive_is_refused(gamma):
-    with pytest.raises(ValueError, match=r"gamma=.*; allowed: one positive number"):
-        scafflix.HParams(np.array(gamma), 0.5, 0.5)
+    with pytest.raises(ValueError, match=r"gamma(=| has shape).*; allowed: (positive and finite|one number)"):
+        scafflix.check(scafflix.HParams(np.array(gamma), 0.5, 0.5), n=2)
 
 
 def test_a_gamma_above_the_theorems_warns_or_is_refused_and_one_below_is_taken():

@@ -209,12 +209,12 @@ def test_bad_input_is_refused():
         after(algorithm, EXACT)
     for bad, message in (((0.0, 3), "gamma=0.0"), ((1.0, 0), "rounds=0"), ((1.0, 1, -1.0), "tolerance=-1.0")):
         with pytest.raises(ValueError, match=message):
-            sppm_as.HParams(*bad)
-    assert sppm_as.HParams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0)
+            sppm_as.check(sppm_as.HParams(*bad), N)
+    assert sppm_as.HParams(1.0, 3) == sppm_as.HParams(1.0, 3, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("which", ["sppm_as", "fedprox", "local_gd"])
-def test_hparams_that_were_not_looked_at_raise_in_a_step_and_break_down_where_they_are_traced(which):
+def test_bad_hparams_raise_in_a_step_and_break_down_where_they_are_traced(which):
     sampling = SAMPLINGS["nice"]
     algorithm, bad = {
         "sppm_as": (

@@ -18,7 +18,7 @@ from commjax.algorithms import ef_bv, fedavg, scafflix, sppm_as
 from commjax.core import checks, runner
 from commjax.core.base import Algorithm, State
 from commjax.devices import host_clients, parallel
-from tests import registry
+from tests import registry, registry_cases
 from tests.registry import build
 
 KEY = jax.random.key(7)
@@ -33,24 +33,30 @@ def types_unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def public_factories():
-    """Every public function of a module of commjax.algorithms that is annotated to return an Algorithm"""
-    for module in pkgutil.walk_packages(algorithms.__path__, "commjax.algorithms."):
-        found = importlib.import_module(module.name)
-        for name, function in inspect.getmembers(found, inspect.isfunction):
-            mine = inspect.unwrap(function).__module__ == found.__name__ and not name.startswith("_")
-            if mine and inspect.unwrap(function).__annotations__.get("return") in (Algorithm, "Algorithm"):
-                yield name
+def public_functions():
+    """The name and the annotated result of every public function that a module of commjax.algorithms defines."""
+    for info in pkgutil.walk_packages(algorithms.__path__, "commjax.algorithms."):
+        module = importlib.import_module(info.name)
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            plain = inspect.unwrap(function)
+            if plain.__module__ == module.__name__ and not name.startswith("_"):
+                yield name, plain.__annotations__.get("return")
 
 
 def test_the_registry_calls_every_public_factory_of_algorithms():
-    tree = ast.parse(Path(registry.__file__).read_text())
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (registry, registry_cases)]
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {f.attr for f in calls if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name)}
-    factories = list(public_factories())
+    factories = [name for name, result in public_functions() if result in (Algorithm, "Algorithm")]
     assert len(factories) == len(set(factories))  # so that a name says which
     assert {"gd", "ef_bv", "fedcr_layers", "scafflix", "iterations", "fedp3", "released"} < set(factories)
     assert set(factories) - called == set()
+
+
+def test_what_returns_hparams_says_so_in_its_name():
+    tuned = {name for name, result in public_functions() if "HParams" in getattr(result, "__name__", str(result))}
+    assert {"theoretical", "ef21_hparams", "scaffnew_hparams"} < tuned
+    assert {name for name in tuned if name != "theoretical" and not name.endswith("_hparams")} == set()
 
 
 class Other(NamedTuple):

@@ -1,25 +1,16 @@
 """Scafflix: local training with control variates (Scaffnew) and one stepsize per client, on the FLIX objective.
 
-method           `scafflix`, `iterations`, `i_scaffnew`, the stepsizes of the theorem
+method           `scafflix`, `iterations`, `i_scaffnew`
 communication    what a round computes: coins, local steps, uploads, control variates
+shifts           the state before the first round, and admissible control variates
+stepsizes        the hyperparameters of the theorems
 remote           the client step and the server step, for a client on another machine
 """
 
 from commjax.algorithms.scafflix.communication import Client, Server
-from commjax.algorithms.scafflix.method import (
-    SPEC,
-    HParams,
-    Metrics,
-    admissible_shift,
-    check,
-    check_shift,
-    hparams,
-    i_scaffnew,
-    iterations,
-    scafflix,
-    scaffnew,
-    theoretical,
-)
+from commjax.algorithms.scafflix.method import SPEC, HParams, Metrics, check, i_scaffnew, iterations, scafflix
+from commjax.algorithms.scafflix.shifts import admissible_shift, check_shift
+from commjax.algorithms.scafflix.stepsizes import scaffnew_hparams, theoretical
 
 __all__ = [
     "SPEC",
@@ -30,10 +21,9 @@ __all__ = [
     "admissible_shift",
     "check",
     "check_shift",
-    "hparams",
     "i_scaffnew",
     "iterations",
     "scafflix",
-    "scaffnew",
+    "scaffnew_hparams",
     "theoretical",
 ]

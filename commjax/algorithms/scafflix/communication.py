@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax.algorithms.flix import mixture, own
+from commjax.algorithms.flix import client_value, mixture
 from commjax.core import rounds, tree
 from commjax.core.base import Key, Params
+from commjax.core.local import Sample, ValueAndGrad
 
 # Limit on the local steps of one round, so that a tiny p cannot make a loop that never ends.
 MOST_STEPS = 1_000_000
@@ -66,51 +67,124 @@ def keys_of(key: Key) -> Keys:
     return Keys(*jax.random.split(key, 3))
 
 
-def local_step(value_and_grad, sample, key, hparams, params, client, data, t):
-    """One local step.
+class Run(NamedTuple):
+    """What all clients and the server of one run know, and what they compute from it.
 
-        g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e_i)
-        e_i <- e_i - gamma_i (g_i - h_i)
-
-    Args:
+    Attributes:
         value_and_grad: (params, rows) -> (loss, gradient) of one client.
         sample: (key, data) -> rows of one client.
-        key: key of the rows for the whole run.
         hparams: the hyperparameters.
-        params: xbar.
-        client: the client's row, with e_i in `drift`.
-        data: the client's data.
-        t: number of the iteration.
-
-    Returns:
-        The client after the step, and the loss before it.
+        keys: the keys of the run.
     """
-    model = tree.add(_start(hparams, params, client), client.drift)
-    rows = sample(jax.random.fold_in(jax.random.fold_in(key, t), client.id), data)
-    loss, grad = rounds.evaluated(value_and_grad, model, rows)
-    step = tree.sub(grad, client.shift)
-    return client._replace(drift=tree.add_scaled(client.drift, -own(hparams.gamma, client.id), step)), loss
+
+    value_and_grad: ValueAndGrad
+    sample: Sample
+    hparams: Any
+    keys: Keys
+
+    def communicates(self, t: Array) -> Array:
+        """Whether iteration t ends with a communication."""
+        return coin(self.keys.coin, self.hparams.p, t)
+
+    def last_iteration(self, begin: Array) -> Array:
+        """The first iteration from `begin` on that ends with a communication."""
+        return first_heads(self.keys.coin, self.hparams.p, begin)
+
+    def cohort_key(self, communications: Array) -> Key:
+        """Key that draws the cohort of a communication, given the number of communications before it."""
+        return jax.random.fold_in(self.keys.cohort, communications)
+
+    def local_step(self, params: Params, client: Client, data: PyTree, t: Array) -> tuple[Client, Array]:
+        """One local step of a client.
+
+            g_i = grad f_i(alpha_i xbar + (1 - alpha_i) x_i* + e_i)
+            e_i <- e_i - gamma_i (g_i - h_i)
+
+        Args:
+            params: xbar.
+            client: the client's row, with e_i in `drift`.
+            data: the client's data.
+            t: number of the iteration.
+
+        Returns:
+            The client after the step, and the loss before it.
+        """
+        start = params if client.optimum is None else mixture(alpha_of(self.hparams, client), params, client.optimum)
+        model = tree.add(start, client.drift)
+        rows = self.sample(jax.random.fold_in(jax.random.fold_in(self.keys.rows, t), client.id), data)
+        loss, grad = rounds.evaluated(self.value_and_grad, model, rows)
+        step = tree.sub(grad, client.shift)
+        return client._replace(drift=tree.add_scaled(client.drift, -gamma_of(self.hparams, client), step)), loss
+
+    def train(self, params: Params, client: Client, data: PyTree, *, begin: Array, last: Array) -> tuple[Client, Array]:
+        """The local steps `begin` to `last` of one client, from e_i = 0.
+
+        Args:
+            params: xbar.
+            client: the client's row.
+            data: the client's data.
+            begin: number of the first iteration.
+            last: number of the last iteration.
+
+        Returns:
+            The client's row with e_i in `drift`, and the loss at the first step.
+        """
+
+        def iteration(t: Array, carry: tuple[Client, Array]) -> tuple[Client, Array]:
+            client, first = carry
+            client, loss = self.local_step(params, client, data, t)
+            return client, jnp.where(t == begin, loss, first)
+
+        first = jax.eval_shape(self.value_and_grad, params, self.sample(self.keys.rows, data))[0]
+        zeros = (tree.zeros_like(params), jnp.zeros(first.shape, first.dtype))
+        drift, zero = tree.varying_like(zeros, client.id)
+        return jax.lax.fori_loop(begin, last + 1, iteration, (client._replace(drift=drift), zero))
 
 
-def _start(hparams, params, client):
-    return params if client.optimum is None else mixture(_alpha(hparams, client), params, client.optimum)
+def alpha_of(hparams: Any, client: Client) -> Any:
+    """alpha_i of a client; 1 without x_i*, whatever `hparams` says."""
+    return 1.0 if client.optimum is None else client_value(hparams.alpha, client.id)
 
 
-def _alpha(hparams, client):
-    """alpha_i of the client; 1 without x_i*, whatever `hparams` says."""
-    return 1.0 if client.optimum is None else own(hparams.alpha, client.id)
+def gamma_of(hparams: Any, client: Client) -> Array:
+    """gamma_i of a client."""
+    return client_value(hparams.gamma, client.id)
 
 
-def upload(hparams, client):
+def upload(hparams: Any, client: Client) -> tuple[PyTree, Any]:
     """What a client sends: (alpha_i / gamma_i) e_i.
 
-    The second result is its weight alpha_i^2 / gamma_i, which the server already knows.
+    Args:
+        hparams: the hyperparameters.
+        client: the client's row, with e_i in `drift`.
+
+    Returns:
+        What the client sends, and its weight alpha_i^2 / gamma_i, which the server already knows.
     """
-    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
+    alpha, gamma = alpha_of(hparams, client), gamma_of(hparams, client)
     return tree.scale(alpha / gamma, client.drift), alpha**2 / gamma
 
 
-def next_move(up, weight):
+def close(hparams: Any, move: Params, client: Client) -> Client:
+    """Finish a round at a client, after a communication.
+
+        h_i <- h_i + (p / gamma_i) (alpha_i (xbar - previous xbar) - e_i)
+        e_i <- 0
+
+    Args:
+        hparams: the hyperparameters.
+        move: xbar - (previous xbar).
+        client: the client's row, with the e_i that it sent.
+
+    Returns:
+        The client's row with the new h_i, and with e_i = 0.
+    """
+    surprise = tree.sub(tree.scale(alpha_of(hparams, client), move), client.drift)
+    shift = tree.add_scaled(client.shift, hparams.p / gamma_of(hparams, client), surprise)
+    return client._replace(drift=tree.zeros_like(client.drift), shift=shift)
+
+
+def next_move(up: PyTree, weight: Array) -> PyTree:
     """The change of xbar, from the means of the uploads and of their weights.
 
         xbar - (previous xbar) = sum_i (alpha_i / gamma_i) e_i / sum_i alpha_i^2 / gamma_i
@@ -127,53 +201,23 @@ def next_move(up, weight):
     return tree.scale(jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0), up)
 
 
-def close(hparams, move, client):
-    """Finish a round at a client, after a communication.
-
-        h_i <- h_i + (p / gamma_i) (alpha_i (xbar - previous xbar) - e_i)
-        e_i <- 0
+def after_round(server: Any, move: Params, last: Array) -> Server:
+    """The server after a communication.
 
     Args:
-        hparams: the hyperparameters.
+        server: the server before it: a `Server`, or the server of `remote`.
         move: xbar - (previous xbar).
-        client: the client's row, with the e_i that it sent.
+        last: number of the round's last iteration.
 
     Returns:
-        The client's row with the new h_i, and with e_i = 0.
+        The server with the new xbar and the new counters.
     """
-    alpha, gamma = _alpha(hparams, client), own(hparams.gamma, client.id)
-    surprise = tree.sub(tree.scale(alpha, move), client.drift)
-    shift = tree.add_scaled(client.shift, hparams.p / gamma, surprise)
-    return client._replace(drift=tree.zeros_like(client.drift), shift=shift)
-
-
-def train(value_and_grad, sample, keys, hparams, received, begin, last, client, data):
-    """The local steps `begin` to `last` of one client, from e_i = 0.
-
-    Args:
-        value_and_grad: (params, rows) -> (loss, gradient) of one client.
-        sample: (key, data) -> rows of one client.
-        keys: the keys of the run.
-        hparams: the hyperparameters.
-        received: xbar.
-        begin: number of the first iteration.
-        last: number of the last iteration.
-        client: the client's row.
-        data: the client's data.
-
-    Returns:
-        The client's row with e_i in `drift`, and the loss at the first step.
-    """
-
-    def one(t, carry):
-        client, first = carry
-        client, loss = local_step(value_and_grad, sample, keys.rows, hparams, received, client, data, t)
-        return client, jnp.where(t == begin, loss, first)
-
-    first = jax.eval_shape(value_and_grad, received, sample(keys.rows, data))[0]
-    zeros = (tree.zeros_like(received), jnp.zeros(first.shape, first.dtype))
-    drift, zero = tree.varying_like(zeros, client.id)
-    return jax.lax.fori_loop(begin, last + 1, one, (client._replace(drift=drift), zero))
+    return Server(
+        round=server.round + 1,
+        params=tree.add(server.params, move),
+        iterations=last + 1,
+        communications=server.communications + 1,
+    )
 
 
 def coin(key: Key, p: Any, t: Any) -> Array:

@@ -1,32 +1,27 @@
 """Scafflix: local training with control variates (Scaffnew) and one stepsize per client, on the FLIX objective."""
 
-import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
-from commjax.algorithms.flix import checked_alpha, checked_optimum
-from commjax.algorithms.scafflix import communication, remote
+from commjax.algorithms.scafflix import remote
 from commjax.algorithms.scafflix.communication import (
     Client,
+    Run,
     Server,
+    after_round,
     close,
-    first_heads,
     keys_of,
-    local_step,
     next_move,
-    train,
     upload,
 )
-from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Params, Spec, State
-from commjax.core.local import Sample, ValueAndGrad
-from commjax.theory import scafflix as theory
+from commjax.algorithms.scafflix.shifts import initializer
+from commjax.core import checks, local, rounds
+from commjax.core.base import Algorithm, Key, Spec, State
+from commjax.core.local import Over, Sample, ValueAndGrad
 
 
 class HParams(NamedTuple):
@@ -77,94 +72,19 @@ class Metrics(NamedTuple):
     iterations: Shaped[Array, "..."]
 
 
-def _traffic(key, communications, n, cohort, params):
+def _bits(run: Run, server: Server, n: int, cohort: int | None) -> tuple[Array, Array]:
     """Bits up and down of one communication, mean over clients.
 
     The cohort sends and receives.  A member that was not in the last cohort has to receive xbar before it can start.
     """
-    dense = rounds.bits_of(params)
+    dense = rounds.bits_of(server.params)
     if cohort is None or cohort == n:
         return dense, dense
     everyone = jnp.arange(n)
-    now = rounds.cohort_members(jax.random.fold_in(key, communications), everyone, n, cohort)
-    before = rounds.cohort_members(jax.random.fold_in(key, communications - 1), everyone, n, cohort)
-    newcomers = jnp.where(communications > 0, jnp.sum(now & ~before), 0)
+    now = rounds.cohort_members(run.cohort_key(server.communications), everyone, n, cohort)
+    before = rounds.cohort_members(run.cohort_key(server.communications - 1), everyone, n, cohort)
+    newcomers = jnp.where(server.communications > 0, jnp.sum(now & ~before), 0)
     return cohort / n * dense, (cohort + newcomers) / n * dense
-
-
-def _init(personal: bool, by_rounds: bool):
-    def init(
-        params: Params,
-        ids: Int[Array, "n"],
-        optimum: PyTree | None = None,
-        shift: PyTree | None = None,
-        alpha: ArrayLike | None = None,
-    ) -> State:
-        zeros = tree.repeat(tree.zeros_like(params), len(ids))
-        if shift is not None:
-            found = jax.tree.map(jnp.shape, shift)
-            if found != jax.tree.map(jnp.shape, zeros):
-                raise ValueError(
-                    f"shift must have one row of the params for each of {len(ids)} clients, got shapes {found}"
-                )
-            check_shift(shift, ids, alpha if personal else 1.0)
-        rows = Client(
-            id=ids,
-            drift=None if by_rounds else zeros,
-            shift=zeros if shift is None else shift,
-            optimum=checked_optimum(params, ids, optimum) if personal else None,
-        )
-        counter = jnp.zeros((), jnp.int32)
-        return State(Server(counter, params, counter, counter), rows)
-
-    return init
-
-
-def check_shift(shift: PyTree, ids: Array, alpha: ArrayLike | None) -> None:
-    """Raise a ValueError unless sum_i alpha_i h_i^0 = 0, up to rounding.
-
-    Args:
-        shift: h_i^0, with one row per client.
-        ids: numbers of the clients, [n].
-        alpha: weight of the global model, one number or one per client (indexed by id).
-    """
-    if alpha is None:
-        raise ValueError("init with shift= needs alpha= as well, to check that sum_i alpha_i h_i = 0")
-    weights = np.broadcast_to(checked_alpha(alpha), (len(ids),)) if np.ndim(alpha) == 0 else checked_alpha(alpha)[ids]
-    for leaf in map(np.asarray, jax.tree.leaves(shift)):
-        total = np.tensordot(weights, leaf.astype(np.float64), axes=1)
-        scale = np.tensordot(weights, np.abs(leaf.astype(np.float64)), axes=1)
-        if not np.all(np.abs(total) <= 8 * len(ids) * jnp.finfo(leaf.dtype).eps * scale):
-            worst = float(np.max(np.abs(total)))
-            raise ValueError(
-                f"shift: sum_i alpha_i h_i must be 0 and is {worst:.3g} in some coordinate; allowed: zeros, or rows "
-                "made by scafflix.admissible_shift (h_i = grad f_i alone would make the start a fixed point)"
-            )
-
-
-def admissible_shift(gradients: PyTree, alpha: ArrayLike) -> PyTree:
-    """Control variates to start with, which satisfy sum_i alpha_i h_i = 0.
-
-        h_i^0 = grad f_i(xtilde_i^0) - sum_j alpha_j grad f_j(xtilde_j^0) / sum_j alpha_j
-
-    The sum costs one extra aggregation.
-
-    Args:
-        gradients: grad f_i(xtilde_i^0), with one row per client.
-        alpha: weight of the global model, one number or one per client.
-
-    Returns:
-        h_i^0, a pytree like `gradients`.
-
-    Thesis: Sec. 3.2.  Differs: S2 (the thesis takes grad f_i alone, from where the method never moves).
-    """
-    weights = np.broadcast_to(checked_alpha(alpha), (len(jax.tree.leaves(gradients)[0]),))
-    share = weights / weights.sum()
-
-    def one(leaf: Array) -> Array:
-        return leaf - jnp.tensordot(jnp.asarray(share, leaf.dtype), leaf, axes=1)[None]
-
-    return jax.tree.map(one, gradients)
 
 
 def scafflix(
@@ -172,7 +92,7 @@ def scafflix(
     sample: Sample = local.all_rows,
     *,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
     personal: bool = True,
 ) -> Algorithm:
     r"""Scafflix; one step is one communication round, with K ~ Geometric(p) local steps that all clients share.
@@ -207,41 +127,29 @@ def scafflix(
     """
     rounds.check_cohort(cohort)
 
-    def step(key, hparams, state, batch, *, axis_name=None):
-        keys, server = keys_of(key), state.server
-        n = rounds.count(state.clients.id, axis_name)
-        here = rounds.cohort(
-            jax.random.fold_in(keys.cohort, server.communications), state.clients.id, cohort, axis_name
-        )
-        last = first_heads(keys.coin, hparams.p, server.iterations)
+    def step(
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
+        server, run = state.server, Run(value_and_grad, sample, hparams, keys_of(key))
+        members = rounds.cohort(run.cohort_key(server.communications), state.clients.id, cohort, axis_name)
+        last = run.last_iteration(server.iterations)
         received = rounds.broadcast(server.params, axis_name)
 
-        def one(client, data):
-            begin = server.iterations
-            client, loss = train(value_and_grad, sample, keys, hparams, received, begin, last, client, data)
+        def train(client: Client, data: PyTree) -> tuple[Client, PyTree, Any, Array]:
+            client, loss = run.train(received, client, data, begin=server.iterations, last=last)
             return client, *upload(hparams, client), loss
 
-        rows, up, weight, loss = over(one)(here.take(state.clients), here.take(batch))
-        move = next_move(*rounds.mean((up, weight), axis_name, here.weights))
-        rows = jax.vmap(lambda client: close(hparams, rounds.broadcast(move, axis_name), client))(rows)
-        shift = here.put(state.clients.shift, rows.shift)
-        bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
-        advanced = Server(
-            round=server.round + 1,
-            params=tree.add(server.params, move),
-            iterations=last + 1,
-            communications=server.communications + 1,
-        )
-        metrics = Metrics(
-            rounds.mean(loss, axis_name, here.weights),
-            bits_up,
-            bits_down,
-            last + 1 - server.iterations,
-        )
-        return State(advanced, state.clients._replace(shift=shift)), metrics
+        rows, up, weight, loss = over(train)(members.take(state.clients), members.take(batch))
+        move = next_move(*rounds.mean((up, weight), axis_name, members.weights))
+        rows = jax.vmap(partial(close, hparams, rounds.broadcast(move, axis_name)))(rows)
+        clients = state.clients._replace(shift=members.put(state.clients.shift, rows.shift))
+        loss = rounds.mean(loss, axis_name, members.weights)
+        bits_up, bits_down = _bits(run, server, rounds.count(state.clients.id, axis_name), cohort)
+        metrics = Metrics(loss, bits_up, bits_down, iterations=last + 1 - server.iterations)
+        return State(after_round(server, move, last), clients), metrics
 
     exchange = remote.exchange(value_and_grad, sample, personal) if cohort is None else None
-    return Algorithm(checks.checked_init(_init(personal, by_rounds=True)), step, exchange, SPEC)
+    return Algorithm(checks.checked_init(initializer(personal, by_rounds=True)), step, exchange, SPEC)
 
 
 def iterations(
@@ -268,141 +176,57 @@ def iterations(
     """
     rounds.check_cohort(cohort)
 
-    def step(key, hparams, state, batch, *, axis_name=None):
-        keys, server = keys_of(key), state.server
+    def step(
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
+        server, run = state.server, Run(value_and_grad, sample, hparams, keys_of(key))
         n = rounds.count(state.clients.id, axis_name)
-        heads = communication.coin(keys.coin, hparams.p, server.iterations)
-        received = rounds.broadcast(server.params, axis_name)
         size = n if cohort is None else cohort
-        draw = jax.random.fold_in(keys.cohort, server.communications)
-        member = rounds.cohort_members(draw, state.clients.id, n, size)
+        member = rounds.cohort_members(run.cohort_key(server.communications), state.clients.id, n, size)
         weights = jnp.where(member, n / size, 0.0)
+        heads = run.communicates(server.iterations)
+        received = rounds.broadcast(server.params, axis_name)
 
-        def train(client, data):
-            client, loss = local_step(
-                value_and_grad, sample, keys.rows, hparams, received, client, data, server.iterations
-            )
+        def train(client: Client, data: PyTree) -> tuple[Client, PyTree, Any, Array]:
+            client, loss = run.local_step(received, client, data, server.iterations)
             return client, *upload(hparams, client), loss
 
         moved, up, weight, loss = jax.vmap(train)(state.clients, batch)
         move = next_move(*rounds.mean((up, weight), axis_name, weights))
-        closed = jax.vmap(lambda client: close(hparams, rounds.broadcast(move, axis_name), client))(moved)
+        closed = jax.vmap(partial(close, hparams, rounds.broadcast(move, axis_name)))(moved)
         rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
-        rows = rounds.Cohort(member, None, weights).put(state.clients, rows)
-        bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
+        clients = rounds.Cohort(member, None, weights).put(state.clients, rows)
         advanced = Server(
             round=server.round + 1,
             params=jax.tree.map(lambda x, step: jnp.where(heads, x + step, x), server.params, move),
             iterations=server.iterations + 1,
             communications=server.communications + heads.astype(jnp.int32),
         )
-        metrics = Metrics(
-            rounds.mean(loss, axis_name, weights),
-            jnp.where(heads, bits_up, 0),
-            jnp.where(heads, bits_down, 0),
-            jnp.ones((), jnp.int32),
-        )
-        return State(advanced, rows), metrics
+        loss = rounds.mean(loss, axis_name, weights)
+        bits_up, bits_down = (jnp.where(heads, bits, 0) for bits in _bits(run, server, n, cohort))
+        return State(advanced, clients), Metrics(loss, bits_up, bits_down, iterations=jnp.ones((), jnp.int32))
 
-    return Algorithm(checks.checked_init(_init(personal, by_rounds=False)), step, spec=SPEC)
+    return Algorithm(checks.checked_init(initializer(personal, by_rounds=False)), step, spec=SPEC)
 
 
-def i_scaffnew(value_and_grad: ValueAndGrad, sample: Sample = local.all_rows, **how: Any) -> Algorithm:
+def i_scaffnew(
+    value_and_grad: ValueAndGrad,
+    sample: Sample = local.all_rows,
+    *,
+    cohort: int | None = None,
+    over: Over = jax.vmap,
+) -> Algorithm:
     """Scafflix without personalization: alpha = 1, and no x_i* is needed.
 
     Args:
         value_and_grad: as in `scafflix`.
         sample: as in `scafflix`.
-        **how: `cohort` and `over` of `scafflix`.
+        cohort: as in `scafflix`.
+        over: as in `scafflix`.
 
     Returns:
         The algorithm.
 
     Thesis: Alg. 9, Sec. B.1.
     """
-    return scafflix(value_and_grad, sample, personal=False, **how)
-
-
-def hparams(gamma: ArrayLike, alpha: ArrayLike, p: float) -> HParams:
-    """Hyperparameters that were validated: gamma > 0, alpha in [0, 1], p in (0, 1].
-
-    Args:
-        gamma: stepsize, one number or one per client.
-        alpha: weight of the global model, one number or one per client.
-        p: probability that an iteration ends with a communication.
-
-    Returns:
-        The hyperparameters, gamma and alpha in float64.
-    """
-    gamma, alpha = np.asarray(gamma, np.float64), checked_alpha(alpha)
-    if gamma.ndim > 1 or not np.all(np.isfinite(gamma) & (gamma > 0)):
-        raise ValueError(f"gamma={gamma}; allowed: one positive number, or one for each client")
-    if not 0 < p <= 1:
-        raise ValueError(f"p={p}; allowed: 0 < p <= 1")
-    return HParams(gamma, alpha, float(p))
-
-
-def theoretical(
-    A: Float[np.ndarray, "n"],
-    mu: ArrayLike,
-    alpha: ArrayLike = 1.0,
-    *,
-    C: Float[np.ndarray, "n"] | None = None,
-    epsilon: float | None = None,
-    gamma: ArrayLike | None = None,
-    p: float | None = None,
-    strict: bool = False,
-) -> HParams:
-    """The theorem's hyperparameters: gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i).
-
-    With exact gradients A_i = L_i.  With stochastic gradients and a target accuracy, gamma_i is that of Cor. 3.2.5.
-
-    Args:
-        A: smoothness constants A_i, [n].
-        mu: strong convexity constants mu_i, one number or [n]; 0 < mu_i <= A_i.
-        alpha: weight of the global model, one number or one per client.
-        C: variance constants C_i of stochastic gradients, [n] (`theory.expected_smoothness`).  Needs `epsilon`.
-        epsilon: target accuracy with stochastic gradients.  Needs `C`.
-        gamma: replaces the theorem's stepsizes.  The theorem does not cover values above 1/A_i: they cause a warning.
-        p: replaces the theorem's p.
-        strict: whether gamma_i > 1/A_i is a ValueError instead of a warning.
-
-    Returns:
-        The hyperparameters.
-
-    Thesis: Cor. 3.2.4, Cor. 3.2.5.  Differs: S6 (A_i is that of f_i, without alpha_i^2).
-
-    >>> theoretical(np.array([2.0, 8.0, 1.0]), np.array([0.5, 1.0, 0.1])).gamma.tolist()
-    [0.5, 0.125, 1.0]
-    """
-    A = np.asarray(A, np.float64)
-    mu = np.broadcast_to(np.asarray(mu, np.float64), A.shape)
-    if not np.all((A > 0) & (mu > 0) & (mu <= A * (1 + 1e-9))):
-        raise ValueError(f"A={A}, mu={mu}; allowed: 0 < mu_i <= A_i")
-    if (C is None) != (epsilon is None):
-        raise ValueError(f"C={C}, epsilon={epsilon}; allowed: both (stochastic gradients) or neither (exact ones)")
-    if gamma is None:
-        gamma = 1 / A if C is None or epsilon is None else theory.stepsizes_for(epsilon, A, mu, C)
-    gamma = np.broadcast_to(np.asarray(gamma, np.float64), A.shape)
-    if np.any(gamma > (1 + 1e-9) / A):
-        i = int(np.argmax(gamma * A))
-        message = f"gamma_{i} = {gamma[i]:.4g} is above 1/A_{i} = {1 / A[i]:.4g}, which the theorem does not cover"
-        if strict:
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=2)
-    return hparams(gamma, alpha, min(1.0, theory.best_probability(gamma, mu)) if p is None else p)
-
-
-def scaffnew(A: Float[np.ndarray, "n"], mu: ArrayLike, p: float | None = None) -> HParams:
-    """Hyperparameters of Scaffnew (Mishchenko et al., 2022) for `i_scaffnew`: one stepsize 1/max_i A_i, and alpha = 1.
-
-    Args:
-        A: smoothness constants A_i, [n].
-        mu: strong convexity constants, one number or [n].
-        p: probability of a communication; None is that of `theoretical`.
-
-    Returns:
-        The hyperparameters.
-    """
-    A = np.asarray(A, np.float64)
-    return theoretical(A, mu, gamma=1 / A.max(), p=p)
+    return scafflix(value_and_grad, sample, cohort=cohort, over=over, personal=False)

@@ -3,20 +3,21 @@
 The download that opens a round contains the move of the round before.  A client finishes that round when it gets it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from commjax.algorithms.flix import own
-from commjax.algorithms.scafflix.communication import Client, close, first_heads, keys_of, next_move, train, upload
+from commjax.algorithms.fedavg import bits_down
+from commjax.algorithms.flix import client_value
+from commjax.algorithms.scafflix.communication import Client, Run, after_round, close, keys_of, next_move, upload
 from commjax.core import rounds, tree
-from commjax.core.base import Exchange, Params, State
-from commjax.core.local import Sample, ValueAndGrad
+from commjax.core.base import Exchange, Key, Params, Round, State
+from commjax.core.local import ClientResult, Sample, ValueAndGrad
 
 
-class Apart(NamedTuple):
+class RemoteServer(NamedTuple):
     """What a remote server remembers.
 
     The server sends the move of the last round.  From it the clients compute xbar and their new h_i.
@@ -36,7 +37,7 @@ class Apart(NamedTuple):
     move: Params
 
 
-class Away(NamedTuple):
+class RemoteClient(NamedTuple):
     """What a remote client remembers.
 
     Its h_i is that of the last round until the move of that round has arrived.
@@ -77,40 +78,51 @@ def exchange(value_and_grad: ValueAndGrad, sample: Sample, personal: bool) -> Ex
     def start(state: State) -> State:
         server, rows = state
         n, zeros = len(rows.id), tree.zeros_like(server.params)
-        away = Away(
-            rows.id,
-            tree.repeat(zeros, n),
-            rows.shift,
-            rows.optimum,
-            tree.repeat(server.params, n),
-            jnp.full(n, server.iterations),
+        clients = RemoteClient(
+            id=rows.id,
+            drift=tree.repeat(zeros, n),
+            shift=rows.shift,
+            optimum=rows.optimum,
+            params=tree.repeat(server.params, n),
+            iterations=jnp.full(n, server.iterations),
         )
-        return State(Apart(**server._asdict(), move=zeros), away)
+        return State(RemoteServer(**server._asdict(), move=zeros), clients)
 
-    def client_step(round, hparams, server, client, data):
-        keys = keys_of(round.run)
-        last = first_heads(keys.coin, hparams.p, client.iterations)
-        row = Client(client.id, None, client.shift, client.optimum)
-        row, loss = train(value_and_grad, sample, keys, hparams, client.params, client.iterations, last, row, data)
+    def row_of(client: RemoteClient) -> Client:
+        return Client(client.id, client.drift, client.shift, client.optimum)
+
+    def client_step(round: Round, hparams: Any, server: RemoteServer, client: RemoteClient, data: Any) -> ClientResult:
+        assert round.run is not None
+        run, begin = Run(value_and_grad, sample, hparams, keys_of(round.run)), client.iterations
+        last = run.last_iteration(begin)
+        row, loss = run.train(client.params, row_of(client), data, begin=begin, last=last)
         return client._replace(drift=row.drift, iterations=last + 1), round.send(upload(hparams, row)[0]), loss
 
-    def commit(hparams, server, client):
-        row = Client(client.id, client.drift, client.shift, client.optimum)
-        closed = close(hparams, server.move, row)
+    def commit(hparams: Any, server: RemoteServer, client: RemoteClient) -> RemoteClient:
+        """Finish the last round, when its move has arrived."""
+        closed = close(hparams, server.move, row_of(client))
         return client._replace(drift=closed.drift, shift=closed.shift, params=tree.add(client.params, server.move))
 
-    def joined(key, hparams, server, ids, up):
-        # The weights of `upload` are computed again instead of sent: all parties know alpha and gamma.
-        def weight(id):
-            alpha = own(hparams.alpha, id) if personal else 1.0
-            return alpha**2 / own(hparams.gamma, id)
+    def server_step(key: Key, hparams: Any, server: RemoteServer, ids: Array, up: PyTree) -> RemoteServer:
+        run = Run(value_and_grad, sample, hparams, keys_of(key))
+
+        def weight(client: Array) -> Array:
+            """The weight of `upload`, computed again instead of sent: all parties know alpha and gamma."""
+            alpha = client_value(hparams.alpha, client) if personal else 1.0
+            return alpha**2 / client_value(hparams.gamma, client)
 
         move = next_move(*rounds.mean((up, jax.vmap(weight)(ids))))
-        last = first_heads(keys_of(key).coin, hparams.p, server.iterations)
-        params = tree.add(server.params, move)
-        return Apart(server.round + 1, params, last + 1, server.communications + 1, move)
+        after = after_round(server, move, run.last_iteration(server.iterations))
+        return RemoteServer(**after._asdict(), move=move)
 
-    def bits_down(server):
-        return rounds.dense_bits(server.params)
-
-    return Exchange(client_step, None, bits_down, ("move",), None, None, joined=joined, start=start, commit=commit)
+    return Exchange(
+        client_step,
+        server_step=None,
+        bits_down=bits_down,
+        down=("move",),
+        compressor=None,
+        cohort_size=None,
+        joined=server_step,
+        start=start,
+        commit=commit,
+    )
