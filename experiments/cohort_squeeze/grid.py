@@ -26,7 +26,7 @@ from commjax.prox.cohort import Hubs
 from commjax.prox.solvers import quasi_newton
 from commjax.sampling import samplings
 from experiments import tables
-from experiments.ef_bv.commands import load
+from experiments.ef_bv.runs import load
 
 
 class Use(NamedTuple):

@@ -11,7 +11,7 @@ from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from experiments import plots, tables
 from experiments.cohort_squeeze.grid import Settings, problem, sppm, sweep
-from experiments.ef_bv.commands import load
+from experiments.ef_bv.runs import load
 
 
 def compare_samplings(settings: Settings) -> list[dict]:

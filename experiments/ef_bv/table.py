@@ -1,13 +1,16 @@
 """The thesis's parameter table (Table A.2): each cell as printed, as it should have been, and as we run it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.data import libsvm, partition
 from commjax.problems import logistic
+from commjax.problems.constants import Smoothness
 from commjax.theory import ef_bv as theory
+from experiments import tables
+from experiments.tables import Column
 
 QUANTITIES = (
     "eta",
@@ -76,16 +79,11 @@ class Cell(NamedTuple):
 
 def _last_digit(value: float) -> float:
     """Value of one unit of the last printed digit: 3 significant digits, or 3 decimals."""
-    text = f"{value:.2e}"
-    return (
-        10.0 ** (int(text.split("e")[1]) - 2)
-        if value < 0.1
-        else 0.001
-        if value < 1
-        else 1.0
-        if value == int(value)
-        else 0.1
-    )
+    if value < 0.1:
+        return 10.0 ** (int(f"{value:.2e}".split("e")[1]) - 2)
+    if value < 1:
+        return 0.001
+    return 1.0 if value == int(value) else 0.1
 
 
 def _without_data(d: int, k: int, n: int) -> dict[str, float]:
@@ -107,7 +105,7 @@ def _without_data(d: int, k: int, n: int) -> dict[str, float]:
     return dict(zip(QUANTITIES, values))
 
 
-def _gammas(d: int, k: int, n: int, smoothness) -> dict[str, float]:
+def _gammas(d: int, k: int, n: int, smoothness: Smoothness) -> dict[str, float]:
     constants = compressors.comp(k, d // 2).constants(d, n)
     return {
         "gamma": float(ef_bv.theoretical(constants, smoothness).gamma),
@@ -136,7 +134,7 @@ def cells(datasets: Iterable[str], n: int = N_TABLE, seed: int = 0, read_data: b
     names = list(dict.fromkeys(name for name, _, _ in PRINTED))
     if unknown := [name for name in datasets if name not in names]:
         raise ValueError(f"datasets: {unknown} are not in the printed table; allowed: {names}")
-    found = []
+    result = []
     for (name, k, xi), printed in PRINTED.items():
         if name not in datasets:
             continue
@@ -151,20 +149,21 @@ def cells(datasets: Iterable[str], n: int = N_TABLE, seed: int = 0, read_data: b
             theirs = logistic.reproduce_tab10(dataset, tab10_rows(rows, N_TABLE, xi), MU)
             corrected |= _gammas(d, k, N_TABLE, theirs)
             ours |= _gammas(d, k, n, logistic.constants(dataset, partition.blocks(rows, n, seed=seed, overlap=xi), MU))
-        found += [Cell(name, k, xi, q, value, corrected[q], ours[q]) for q, value in zip(QUANTITIES, printed)]
-    return found
+        result += [Cell(name, k, xi, q, value, corrected[q], ours[q]) for q, value in zip(QUANTITIES, printed)]
+    return result
 
 
 def render(cells: list[Cell]) -> str:
     """The table as plain text, one line per cell."""
 
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}"
+    def number(field: str) -> Callable[[tables.Row], str]:
+        return lambda row: "-" if row[field] is None else f"{row[field]:.4g}"
 
-    lines = [f"{'data set':10} {'(k,xi)':7} {'quantity':13} {'printed':>10} {'corrected':>10} {'ours':>10}  verdict"]
-    lines += [
-        f"{c.dataset:10} ({c.k},{c.xi})   {c.quantity:13} {number(c.printed):>10} {number(c.corrected):>10} "
-        f"{number(c.ours):>10}  {c.verdict}"
-        for c in cells
+    columns = [
+        Column("data set", "dataset", "10"),
+        Column("(k,xi)", lambda row: f"({row['k']},{row['xi']})", "7"),
+        Column("quantity", "quantity", "13"),
+        *(Column(field, number(field), ">10") for field in ("printed", "corrected", "ours")),
+        Column(" verdict", lambda row: f" {row['verdict']}", ""),
     ]
-    return "\n".join(lines)
+    return tables.table(columns, [{**cell._asdict(), "verdict": cell.verdict} for cell in cells])

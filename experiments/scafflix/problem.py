@@ -13,7 +13,7 @@ from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
-from experiments.ef_bv.commands import load
+from experiments.ef_bv.runs import load
 
 SPLITS = ("iid", "label", "feature", "quantity")
 

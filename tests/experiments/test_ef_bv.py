@@ -8,6 +8,7 @@ import pytest
 
 from commjax.core.records import Record
 from experiments.ef_bv import commands as ef_bv
+from experiments.ef_bv import runs as ef_bv_runs
 from experiments.ef_bv import table as ef_bv_table
 from experiments.scorecard.claims import ef_bv as claims
 
@@ -70,11 +71,11 @@ def test_a_killed_experiment_goes_on_from_its_checkpoint_with_the_same_result(se
         if len(saves) == 2:
             raise KeyboardInterrupt
 
-    save = ef_bv.runner.checkpoints.save
-    monkeypatch.setattr(ef_bv.runner.checkpoints, "save", stop_after_two)
+    save = ef_bv_runs.runner.checkpoints.save
+    monkeypatch.setattr(ef_bv_runs.runner.checkpoints, "save", stop_after_two)
     with pytest.raises(KeyboardInterrupt):
         ef_bv.compare(problem, 1, settings, "killed")
-    monkeypatch.setattr(ef_bv.runner.checkpoints, "save", save)
+    monkeypatch.setattr(ef_bv_runs.runner.checkpoints, "save", save)
     resumed = ef_bv.compare(problem, 1, settings, "killed")
     assert np.array_equal(whole.metrics["loss"], resumed.metrics["loss"])
 
@@ -89,11 +90,11 @@ def test_the_nonconvex_figure_reports_the_squared_gradient(settings):
     zero = ef_bv.compare(problem, 1, dataclasses.replace(settings, start="zero"), "zero", nonconvex=True)
     assert zero.config["start"] == "zero" and zero.metrics["loss"][0, 0, 0] == pytest.approx(np.log(2))
     assert (settings.out / "nonconvex.png").exists()
-    state = ef_bv.ef_bv.ef_bv(problem.value_and_grad, ef_bv.compressors.identity()).init(
+    state = ef_bv_runs.ef_bv.ef_bv(problem.value_and_grad, ef_bv_runs.compressors.identity()).init(
         jnp.zeros(problem.d), jnp.arange(12)
     )
     grads = np.stack([problem.value_and_grad(jnp.zeros(problem.d), row(problem.data, i))[1] for i in range(12)])
-    measured = ef_bv.squared_gradient(problem.value_and_grad, state, problem.data)
+    measured = ef_bv_runs.squared_gradient(problem.value_and_grad, state, problem.data)
     assert float(measured) == pytest.approx(np.sum(grads.mean(axis=0) ** 2))
 
 
@@ -108,8 +109,8 @@ def test_ablations_and_stepsizes_draw_their_figures(settings, monkeypatch):
     def first_only(problem, k, settings, label, *, k_top=None):
         """The curves of the first run for all of them, each with its own prediction: eleven programs would prove no more."""
         runs.append(runs[0] if runs else real(problem, k, settings, label, k_top=k_top))
-        compressor = ef_bv.compressors.rounded(ef_bv.compressors.comp(k, k_top or problem.d // 2))
-        predicted = ef_bv.predicted_ratio(compressor.constants(problem.d, len(problem.data.labels)))
+        compressor = ef_bv_runs.compressors.rounded(ef_bv_runs.compressors.comp(k, k_top or problem.d // 2))
+        predicted = ef_bv_runs.predicted_ratio(compressor.constants(problem.d, len(problem.data.labels)))
         assert len(runs) > 1 or predicted == runs[0].config["predicted"]
         return dataclasses.replace(runs[0], config={**runs[0].config, "predicted": predicted})
 
@@ -169,15 +170,15 @@ def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, t
     settings = dataclasses.replace(ef_bv.Settings(), rounds=250, out=tmp_path, progress=False)
     record = ef_bv.compare(ef_bv.problem(name, settings, xi), k, settings, "run")
     rows = ef_bv.bits_to_targets(record, (0.99, 0.98, 0.97))
-    assert all(found["ratio"] < 1 for found in rows)  # also where EF21 does not arrive
-    both = [found["ratio"] for found in rows if np.isfinite(found["bits"]).all()]
+    assert all(target["ratio"] < 1 for target in rows)  # also where EF21 does not arrive
+    both = [target["ratio"] for target in rows if np.isfinite(target["bits"]).all()]
     assert len(both) >= 2
     assert both[-1] == pytest.approx(record.config["predicted"], rel=0.1)
 
 
 def test_a_command_that_is_given_again_runs_no_finished_panel_twice(settings, monkeypatch):
     before = ef_bv.main_figure(settings)
-    monkeypatch.setattr(ef_bv.runner, "_sweep_in_place", not_again)
+    monkeypatch.setattr(ef_bv_runs.runner, "_sweep_in_place", not_again)
     again = ef_bv.main_figure(settings)
     for name, record in before.items():
         np.testing.assert_array_equal(record.metrics["loss"], again[name].metrics["loss"])

@@ -18,7 +18,8 @@ from commjax.data import partition
 from commjax.problems import logistic
 from commjax.theory import ef_bv as theory
 from experiments import plots
-from experiments.ef_bv import commands as experiment
+from experiments.ef_bv import figures
+from experiments.ef_bv import runs as experiment
 from experiments.ef_bv import table as ef_bv_table
 from experiments.scorecard.claims import Claim, corrected
 
@@ -142,7 +143,7 @@ def fewer_bits() -> Claim:
     ratios = [row["ratio"] for row in rows]  # 0 if only EF-BV reaches the target, infinite if only EF21 does
     both = [row["ratio"] for row in rows if np.isfinite(row["bits"]).all()]
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
-    experiment.panel(axes, record)
+    figures.panel(axes, record)
     axes.set_xlabel("kilobits sent by one client")
     axes.set_ylabel(r"$f(x^t) - f^\star$")
     axes.legend()
