@@ -5,12 +5,14 @@ All figures have one style, are legible at column width, and are written atomica
 
 import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from commjax.core.checkpoint import write_atomically
 
@@ -45,9 +47,14 @@ plt.rcParams.update(
 )
 
 
-def style(method: str) -> dict:
+def style(method: str) -> dict[str, Any]:
     """Return Matplotlib's colour, line style and label of a method."""
     return {"color": COLORS.get(method), "linestyle": STYLES.get(method, "-"), "label": method}
+
+
+def shades(count: int) -> np.ndarray:
+    """Return `count` colours from dark to light, for curves that differ in one number."""
+    return plt.get_cmap("viridis")(np.linspace(0, 0.85, count))
 
 
 def thin(values: np.ndarray, points: int = 400) -> np.ndarray:
@@ -55,7 +62,7 @@ def thin(values: np.ndarray, points: int = 400) -> np.ndarray:
     return np.unique(np.linspace(0, len(values) - 1, min(points, len(values))).astype(int))
 
 
-def png(figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """Return the figure as the bytes of a PNG file, and close it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
@@ -63,7 +70,7 @@ def png(figure) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
     """Write the figure to `path` as PNG, and close it."""
     write_atomically(path, png(figure))
     return Path(path)

@@ -7,7 +7,7 @@ round on average: FedAvg, FedProx, Scaffold and Ditto take 1/p local steps of `b
 such steps, and FLIX takes one step of batch/p rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,17 +15,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 from commjax.algorithms import ditto, fedavg, fedprox, flix, scafflix, scaffold
 from commjax.core import local, rounds, runner
-from commjax.core.base import Algorithm
+from commjax.core.base import Algorithm, State
 from commjax.core.records import Record
 from commjax.data import embedded, images, partition, stacked, text
 from commjax.data.stacked import Examples
 from commjax.models import networks
-from experiments import plots, tables
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,10 @@ class Task(NamedTuple):
     problem: networks.Classification
 
 
+# (hparams, server's state, one client's state) -> the parameters that the client deploys
+Deployed = Callable[[Any, Any, Any], Any]
+
+
 class Method(NamedTuple):
     """How a method is built, and which model its clients deploy.
 
@@ -78,7 +80,7 @@ class Method(NamedTuple):
 
     build: Callable[[Any, Settings], Algorithm]
     hparams: Callable[[float, Settings], Any]
-    model: Callable[[Any, Any, Any], Any] = lambda hparams, server, client: server.params
+    model: Deployed = lambda hparams, server, client: server.params
     personal: bool = False
 
 
@@ -86,7 +88,7 @@ def _steps(settings: Settings) -> int:
     return round(1 / settings.p)
 
 
-def _how(settings: Settings) -> dict[str, Any]:
+def _options(settings: Settings) -> dict[str, Any]:
     """Options of the algorithm.
 
     A full network fills the machine by itself, so running clients one by one is faster.
@@ -94,26 +96,26 @@ def _how(settings: Settings) -> dict[str, Any]:
     return {"cohort": settings.cohort, "over": jax.vmap if settings.model in ("small", "mlp") else rounds.one_by_one}
 
 
-def _local(make: Callable) -> Callable[[Any, Settings], Algorithm]:
-    def build(value_and_grad, settings):
-        return make(value_and_grad, local.minibatch(settings.batch), steps=_steps(settings), **_how(settings))
+def _local(make: Callable[..., Algorithm]) -> Callable[[Any, Settings], Algorithm]:
+    def build(value_and_grad: local.ValueAndGrad, settings: Settings) -> Algorithm:
+        return make(value_and_grad, local.minibatch(settings.batch), steps=_steps(settings), **_options(settings))
 
     return build
 
 
-def _mixed(hparams, server, client):
+def _mixed(hparams: Any, server: Any, client: Any) -> Any:
     return flix.mixture(hparams.alpha, server.params, client.optimum)
 
 
 METHODS = {
     "Scafflix": Method(
-        lambda f, s: scafflix.scafflix(f, local.minibatch(s.batch), **_how(s)),
+        lambda f, s: scafflix.scafflix(f, local.minibatch(s.batch), **_options(s)),
         lambda gamma, s: scafflix.HParams(gamma, s.alpha, s.p),
         _mixed,
         personal=True,
     ),
     "FLIX": Method(
-        lambda f, s: flix.flix(f, local.minibatch(s.batch * _steps(s)), **_how(s)),
+        lambda f, s: flix.flix(f, local.minibatch(s.batch * _steps(s)), **_options(s)),
         lambda gamma, s: flix.HParams(gamma, s.alpha),
         _mixed,
         personal=True,
@@ -145,12 +147,12 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
         widths = (256, 256) if model != "small" else (64,)
         module = networks.ShakespeareLstm(windows.num_ids, widths=widths)
     else:
-        found = embedded.digits() if task == "digits" else images.load("fashion_mnist")
-        inputs, targets = found.train, found.train_labels
+        dataset = embedded.digits() if task == "digits" else images.load("fashion_mnist")
+        inputs, targets = dataset.train, dataset.train_labels
         n = min(most_clients, 20) if task == "digits" else most_clients
         rows = partition.class_wise(targets, n, 3 if task == "digits" else 5)
-        made = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn, "small": networks.SmallCnn}
-        module = networks.Mlp() if model == "mlp" else made[model](classes=10, patches=True)
+        cnns = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn, "small": networks.SmallCnn}
+        module = networks.Mlp() if model == "mlp" else cnns[model](classes=10, patches=True)
     rng = np.random.default_rng(0)
     rows = [rng.permutation(ids)[:most_rows] for ids in rows]
     rest, test = partition.holdout(rows, 0.25)
@@ -166,29 +168,31 @@ def _compiled(problem: networks.Classification, build: Callable, settings: Setti
 
 
 @partial(jax.jit, static_argnames=("problem", "model"))
-def accuracy(problem, model, hparams, server, rows, examples) -> jax.Array:
+def accuracy(
+    problem: networks.Classification, model: Deployed, hparams: Any, server: Any, rows: Any, examples: Examples
+) -> jax.Array:
     """Share of right predictions over all targets; each client uses the model that it deploys."""
 
-    def one(client, data):
+    def client_sums(client: Any, data: Examples) -> tuple[jax.Array, jax.Array]:
         return problem.accuracy_sums(model(hparams, server, client), data)
 
-    right, total = rounds.one_by_one(one)(rows, examples)
+    right, total = rounds.one_by_one(client_sums)(rows, examples)
     return right.sum() / total.sum()
 
 
 @cache
-def _own(problem: networks.Classification, batch: int):
+def _local_training(problem: networks.Classification, batch: int) -> tuple[local.ValueAndGrad, local.Sample]:
     """Gradient and minibatches of a client: one object each, so that the seeds share a compiled program."""
     return jax.value_and_grad(problem.loss), local.minibatch(batch)
 
 
-def begin(task: Task, settings: Settings, seed: int, personal: bool):
+def begin(task: Task, settings: Settings, seed: int, personal: bool) -> tuple[Any, Any]:
     """The network's start, and with `personal` the local optima x_i* by local SGD from there."""
     key_init, key_local = jax.random.split(jax.random.key(1000 + seed))
     params = task.problem.init(key_init, task.train.inputs[0, :1])
     if not personal:
         return params, None
-    gradient, sample = _own(task.problem, settings.batch)
+    gradient, sample = _local_training(task.problem, settings.batch)
     optimum = flix.local_sgd(
         key_local,
         gradient,
@@ -197,7 +201,7 @@ def begin(task: Task, settings: Settings, seed: int, personal: bool):
         stepsize=settings.local_stepsize,
         steps=settings.local_steps,
         sample=sample,
-        over=_how(settings)["over"],
+        over=_options(settings)["over"],
     )
     return params, optimum
 
@@ -210,7 +214,7 @@ class Starts:
 
 
 def train(
-    task: Task, name: str, stepsize: float, seed: int, starts: Starts, settings: Settings, label: str = ""
+    task: Task, name: str, stepsize: float, seed: int, starts: Starts, settings: Settings, *, label: str = ""
 ) -> Record:
     """One run; its record has test and validation accuracy every few rounds."""
     method = METHODS[name]
@@ -221,7 +225,7 @@ def train(
     n = len(task.train.weights)
     state = algorithm.init(params, jnp.arange(n), **({"optimum": optimum} if method.personal else {}))
 
-    def evaluate(state):
+    def evaluate(state: State) -> dict[str, float]:
         measured = partial(accuracy, task.problem, method.model, hparams, state.server, state.clients)
         return {"test": float(measured(task.test)), "validation": float(measured(task.validation))}
 
@@ -263,23 +267,23 @@ def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> float:
     return max(scores, key=lambda stepsize: scores[stepsize])
 
 
-def measure(task: Task, names, settings: Settings) -> dict[str, dict]:
+def measure(task: Task, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
     """Tune, then run the seeds: test accuracy [seed, evaluation] against megabits that one client uploads."""
-    found = {}
+    results: dict[str, dict[str, Any]] = {}
     starts = Starts(task, settings)
     for name in names:
         stepsize = tuned(task, name, starts, settings)
         records = [train(task, name, stepsize, 1 + seed, starts, settings) for seed in range(settings.seeds)]
         at = records[0].evaluations["round"].astype(int)
         bits = np.concatenate([[0], np.cumsum(records[0].metrics["bits_up"])])[at] / 1e6
-        found[name] = {
+        results[name] = {
             "stepsize": stepsize,
             "megabits": bits,
             "test": np.array([r.evaluations["test"] for r in records]),
         }
     if any(METHODS[name].personal for name in names):
-        found["local only"] = {"test": np.array([alone(task, starts, 1 + seed) for seed in range(settings.seeds)])}
-    return found
+        results["local only"] = {"test": np.array([alone(task, starts, 1 + seed) for seed in range(settings.seeds)])}
+    return results
 
 
 def alone(task: Task, starts: Starts, seed: int) -> float:
@@ -288,115 +292,3 @@ def alone(task: Task, starts: Starts, seed: int) -> float:
     rows = flix.Client(jnp.arange(len(task.train.weights)), optimum)
     server = flix.Server(jnp.zeros((), jnp.int32), params)
     return float(accuracy(task.problem, _mixed, flix.HParams(0.0, 0.0), server, rows, task.test))
-
-
-def table(found: dict[str, dict], settings: Settings) -> tuple[str, list[dict]]:
-    """The results as text and as rows."""
-    rows = []
-    for name, one in found.items():
-        last = one["test"][:, -1] if one["test"].ndim == 2 else one["test"]
-        rows.append(
-            {
-                "task": settings.task,
-                "method": name,
-                "stepsize": one.get("stepsize"),
-                "accuracy": 100 * float(last.mean()),
-                "std": 100 * float(last.std(ddof=1)) if len(last) > 1 else float("nan"),
-                "megabits": float(one["megabits"][-1]) if "megabits" in one else 0.0,
-            }
-        )
-    lines = [
-        f"{settings.task}: test accuracy of what the clients deploy after {settings.rounds} rounds, "
-        f"mean +- deviation of {settings.seeds} seeds",
-        f"{'method':12} {'stepsize':>8} {'accuracy, %':>16} {'Mbit up':>9}",
-    ]
-    lines += [
-        f"{r['method']:12} {'' if r['stepsize'] is None else format(r['stepsize'], 'g'):>8} "
-        f"{r['accuracy']:8.2f} +- {r['std']:4.2f} {r['megabits']:9.3f}"
-        for r in rows
-    ]
-    return "\n".join(lines), rows
-
-
-def curves(axes, found: dict[str, dict]) -> None:
-    """Draw test accuracy against megabits, with error bars."""
-    for name, one in found.items():
-        mean, spread = 100 * one["test"].mean(axis=0), 100 * one["test"].std(axis=0, ddof=1)
-        if name == "local only":
-            axes.axhline(mean, color="grey", linestyle=":", linewidth=1, label="local only")
-            continue
-        axes.errorbar(one["megabits"], mean, yerr=spread, capsize=1.5, elinewidth=0.7, **plots.style(name))
-    axes.set_xlabel("Mbit sent by one client")
-    axes.set_ylabel("test accuracy, %")
-    worst = min(100 * one["test"].mean(axis=0)[-1] for name, one in found.items() if name != "local only")
-    axes.set_ylim(bottom=max(0, worst - 12))  # the accuracy of the untrained network would hide the rest
-
-
-def generalisation(settings: Settings) -> list[dict]:
-    """Fig. 3.2: Scafflix, FLIX and FedAvg, tuned alike.
-
-    The dotted line is the accuracy that clients reach without any communication.
-    """
-    task = load(settings.task, settings.model, settings.clients, settings.rows)
-    found = measure(task, MAIN, settings)
-    figure, axes = plt.subplots(figsize=(3.4, 2.5), layout="constrained")
-    curves(axes, found)
-    axes.set_title(
-        f"{settings.task}, {len(task.train.weights)} clients, $\\alpha$ = {settings.alpha:g}, p = {settings.p:g}"
-    )
-    axes.legend()
-    plots.save(figure, settings.out / f"generalisation_{settings.task}.png")
-    text_table, rows = table(found, settings)
-    tables.save(settings.out / f"generalisation_{settings.task}", rows, text_table)
-    return rows
-
-
-def baselines(settings: Settings) -> list[dict]:
-    """Table B.1, with the methods of this package; FedCR, FedPAC and FedSR of that table are left out."""
-    task = load(settings.task, settings.model, settings.clients, settings.rows)
-    found = measure(task, tuple(METHODS), settings)
-    text_table, rows = table(found, settings)
-    tables.save(settings.out / f"baselines_{settings.task}", rows, text_table)
-    return rows
-
-
-def ablations(settings: Settings) -> list[dict]:
-    """Fig. 3.3: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
-    task = load(settings.task, settings.model, settings.clients, settings.rows)
-    starts = Starts(task, settings)
-    stepsize = tuned(task, "Scafflix", starts, settings)
-    n = len(task.train.weights)
-    panels = {
-        "alpha": (0.1, 0.3, 0.5, 0.7, 0.9),
-        "cohort": tuple(size for size in (1, 5, 10, 20) if size <= n),
-        "p": (0.1, 0.2, 0.5),
-    }
-    figure, axes = plt.subplots(1, 3, figsize=(7.0, 2.3), layout="constrained")
-    rows = []
-    for panel, (knob, values) in zip(axes, panels.items()):
-        shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(values)))
-        for shade, value in zip(shades, values):
-            one = replace(settings, **{knob: value})
-            records = [
-                train(task, "Scafflix", stepsize, 1 + seed, starts, one, f"{settings.task}_{knob}{value:g}_{seed}")
-                for seed in range(settings.seeds)
-            ]
-            scores = 100 * np.array([record.evaluations["test"] for record in records])
-            panel.errorbar(
-                records[0].evaluations["round"],
-                scores.mean(axis=0),
-                yerr=scores.std(axis=0),
-                color=shade,
-                capsize=1.5,
-                elinewidth=0.7,
-                label=f"{value:g}",
-            )
-            rows.append({"knob": knob, "value": value, "accuracy": scores[:, -1].mean(), "std": scores[:, -1].std()})
-        panel.set_xlabel("communication rounds")
-        panel.legend(title={"alpha": r"$\alpha$", "cohort": r"$\tau$", "p": "$p$"}[knob], title_fontsize=7)
-    axes[0].set_ylabel("test accuracy, %")
-    plots.save(figure, settings.out / f"ablations_{settings.task}.png")
-    lines = [f"{settings.task}, Scafflix, stepsize {stepsize:g}, {settings.rounds} rounds, {settings.seeds} seeds"]
-    lines += [f"{r['knob']:7} {r['value']:5g} {r['accuracy']:8.2f} +- {r['std']:.2f} %" for r in rows]
-    tables.save(settings.out / f"ablations_{settings.task}", rows, "\n".join(lines))
-    return rows

@@ -10,12 +10,12 @@ import pytest
 
 from commjax.core.records import Record
 from commjax.data import stacked
-from commjax.problems import logistic, quadratic
+from commjax.problems import logistic
 from experiments import tables
 from experiments.scafflix import commands as scafflix
 from experiments.scafflix import condition as scafflix_condition
 from experiments.scafflix import networks as scafflix_networks
-from experiments.scafflix import problem as scafflix_problem
+from experiments.scafflix import runs as scafflix_runs
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +68,35 @@ def test_a_finished_command_is_not_run_twice(accelerated, settings, monkeypatch)
     def again(*inputs, **options):
         raise AssertionError("a finished run was run again")
 
-    monkeypatch.setattr(scafflix.runner, "_sweep_in_place", again)
+    monkeypatch.setattr(scafflix_runs.runner, "_sweep_in_place", again)
     assert scafflix.double_acceleration(settings) == accelerated
 
 
-def test_the_minimum_of_the_flix_objective_is_one(settings):
-    one = scafflix.problem("breast_cancer", "quantity", settings)
+def test_the_minimum_of_the_flix_objective_is_a_minimum(settings):
+    split = scafflix.problem("breast_cancer", "quantity", settings)
     alpha = np.linspace(0, 1, settings.n)
-    found = logistic.flix_optimum(one.dataset, one.rows, settings.mu, alpha, one.optimum)
+    optimum = logistic.flix_optimum(split.dataset, split.rows, settings.mu, alpha, split.optimum)
 
     def objective(x):
-        mixed = alpha[:, None] * x[None] + (1 - alpha)[:, None] * one.optimum
-        return jnp.mean(jax.vmap(lambda model, data: logistic.loss(model, data, settings.mu))(mixed, one.data))
+        mixed = alpha[:, None] * x[None] + (1 - alpha)[:, None] * split.optimum
+        return jnp.mean(jax.vmap(lambda model, data: logistic.loss(model, data, settings.mu))(mixed, split.data))
 
-    value, slope = jax.value_and_grad(objective)(jnp.asarray(found.params))
-    np.testing.assert_allclose(value, found.value, rtol=1e-12)
+    value, slope = jax.value_and_grad(objective)(jnp.asarray(optimum.params))
+    np.testing.assert_allclose(value, optimum.value, rtol=1e-12)
     assert np.linalg.norm(slope) < 1e-11
-    plain = logistic.flix_optimum(one.dataset, one.rows, settings.mu, 1.0, one.optimum)
-    np.testing.assert_allclose(plain.params, logistic.optimum(one.dataset, one.rows, settings.mu).params, atol=1e-9)
+    plain = logistic.flix_optimum(split.dataset, split.rows, settings.mu, 1.0, split.optimum)
+    np.testing.assert_allclose(plain.params, logistic.optimum(split.dataset, split.rows, settings.mu).params, atol=1e-9)
     with pytest.raises(ValueError, match="at least one above 0"):
-        logistic.flix_optimum(one.dataset, one.rows, settings.mu, 0.0, one.optimum)
+        logistic.flix_optimum(split.dataset, split.rows, settings.mu, 0.0, split.optimum)
 
 
 def test_every_split_uses_every_row_once(settings):
-    dataset = scafflix_problem.load("breast_cancer")
-    for split in scafflix_problem.SPLITS:
-        rows = scafflix_problem.split_rows(dataset, split, 8, 0)
+    dataset = scafflix_runs.load("breast_cancer")
+    for split in scafflix_runs.SPLITS:
+        rows = scafflix_runs.split_rows(dataset, split, 8, 0)
         assert sorted(np.concatenate(rows)) == list(range(len(dataset.labels))) and len(rows) == 8
     with pytest.raises(ValueError, match="split='other'; allowed: iid"):
-        scafflix_problem.split_rows(dataset, "other", 8, 0)
+        scafflix_runs.split_rows(dataset, "other", 8, 0)
 
 
 def test_looser_local_optima_take_fewer_iterations_and_leave_a_larger_error(settings):
@@ -120,23 +120,11 @@ def test_rounds_fall_with_p_down_to_theory_and_iterations_explode_below_it(setti
 
 
 def test_rounds_grow_with_the_root_of_the_condition_number():
-    kappas, found = [10.0, 100.0, 1000.0], []
+    kappas, results = [10.0, 100.0, 1000.0], []
     for kappa in kappas:
-        data = scafflix_condition.spread_quadratics(kappa, 4, 8, 0)
-        smooth = quadratic.constants(data)
-        optimum = quadratic.optimum(data).params
-        found.append(
-            scafflix_condition.rounds_to_accuracy(
-                jax.value_and_grad(quadratic.loss),
-                jax.tree.map(jnp.asarray, data),
-                smooth,
-                1 / kappa,
-                data.c,
-                optimum,
-                scafflix.Settings(),
-            )
-        )
-    measured, ours, plain = np.array(found).T
+        case = scafflix_condition.quadratic_case(kappa, 4, 8, 0)
+        results.append(scafflix_condition.rounds_to_accuracy(case, scafflix.Settings()))
+    measured, ours, plain = np.array(results).T
     np.testing.assert_allclose(measured, kappas, rtol=1e-6)
     assert 0.38 < scafflix_condition.slope(kappas, ours) < 0.62 and 0.9 < scafflix_condition.slope(kappas, plain) < 1.1
 
@@ -160,7 +148,7 @@ def tiny(tmp_path_factory):
 
 
 def test_networks_are_tuned_alike_and_compared_with_local_training(tiny):
-    rows = {row["method"]: row for row in scafflix_networks.generalisation(tiny)}
+    rows = {row["method"]: row for row in scafflix.generalisation(tiny)}
     assert list(rows) == ["Scafflix", "FLIX", "FedAvg", "local only"]
     assert rows["FedAvg"]["stepsize"] == 0.05  # the other one diverges, which is no error
     assert rows["local only"]["megabits"] == 0.0
@@ -184,14 +172,14 @@ def test_training_validation_and_test_rows_are_disjoint():
 
 def test_all_baselines_are_in_the_table_and_every_knob_in_the_ablation(tiny):
     quick = dataclasses.replace(tiny, stepsizes=(0.05,), rounds=2)
-    names = [row["method"] for row in scafflix_networks.baselines(dataclasses.replace(quick, out=tiny.out / "table"))]
+    names = [row["method"] for row in scafflix.baselines(dataclasses.replace(quick, out=tiny.out / "table"))]
     assert names == [*scafflix_networks.METHODS, "local only"]
-    rows = scafflix_networks.ablations(dataclasses.replace(quick, out=tiny.out / "knobs"))
+    rows = scafflix.ablations(dataclasses.replace(quick, out=tiny.out / "knobs"))
     assert [(row["knob"], row["value"]) for row in rows][5:7] == [("cohort", 1), ("cohort", 5)] and len(rows) == 10
 
 
 @pytest.mark.parametrize("task", ["fashion", "shakespeare"])
 def test_real_tasks_load(real_data, task):
-    found = scafflix_networks.load(task, "small", 10, 50)
-    assert len(found.train.weights) == 10 and np.allclose(np.sum(found.train.weights, axis=1), 1, atol=1e-5)
-    assert isinstance(found.train, stacked.Examples)
+    loaded = scafflix_networks.load(task, "small", 10, 50)
+    assert len(loaded.train.weights) == 10 and np.allclose(np.sum(loaded.train.weights, axis=1), 1, atol=1e-5)
+    assert isinstance(loaded.train, stacked.Examples)

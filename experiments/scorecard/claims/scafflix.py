@@ -16,8 +16,7 @@ from commjax.problems import quadratic
 from commjax.theory import scafflix as theory
 from experiments import plots
 from experiments.scafflix import commands as experiment
-from experiments.scafflix import condition as scafflix_condition
-from experiments.scafflix import networks as network
+from experiments.scafflix import condition, networks
 from experiments.scorecard.claims import Claim, corrected
 
 METHOD = "Scafflix"
@@ -54,25 +53,16 @@ def converged(shift) -> tuple[np.ndarray, np.ndarray]:
 
 
 def square_root() -> Claim:
-    found = {"Scafflix": [], "GD": []}
-    kappas, gradient = np.geomspace(10, 1000, 4), jax.value_and_grad(quadratic.loss)
+    counts: dict[str, list[float]] = {"Scafflix": [], "GD": []}
+    kappas = np.geomspace(10, 1000, 4)
     for kappa in kappas:
-        data = scafflix_condition.spread_quadratics(kappa, 8, 20, 0)
-        _, ours, plain = scafflix_condition.rounds_to_accuracy(
-            gradient,
-            jax.tree.map(jnp.asarray, data),
-            quadratic.constants(data),
-            1 / kappa,
-            data.c,
-            quadratic.optimum(data).params,
-            SETTINGS,
-            length=scafflix_condition.length_for(kappas[-1]),
-        )
-        found["Scafflix"].append(ours)
-        found["GD"].append(plain)
-    slopes = {name: scafflix_condition.slope(kappas, rounds) for name, rounds in found.items()}
+        case, length = condition.quadratic_case(kappa, 8, 20, 0), condition.length_for(kappas[-1])
+        _, ours, plain = condition.rounds_to_accuracy(case, SETTINGS, length=length)
+        counts["Scafflix"].append(ours)
+        counts["GD"].append(plain)
+    slopes = {name: condition.slope(kappas, rounds) for name, rounds in counts.items()}
     figure, axes = plt.subplots(figsize=(3.4, 2.4), layout="constrained")
-    for name, rounds in found.items():
+    for name, rounds in counts.items():
         axes.loglog(
             kappas,
             rounds,
@@ -224,10 +214,10 @@ def smaller_p() -> Claim:
 
 
 def generalisation() -> Claim:
-    settings = network.Settings(
+    settings = networks.Settings(
         task="digits", model="mlp", rounds=25, every=25, seeds=2, stepsizes=(0.03, 0.1), local_steps=100, progress=False
     )
-    rows = {row["method"]: row for row in in_a_folder(network.generalisation, settings)}
+    rows = {row["method"]: row for row in in_a_folder(experiment.generalisation, settings)}
     scores = {name: row["accuracy"] for name, row in rows.items()}
     lead = scores["Scafflix"] - max(score for name, score in scores.items() if name != "Scafflix")
     noise = max(row["std"] for row in rows.values())

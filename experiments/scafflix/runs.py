@@ -1,4 +1,4 @@
-"""Logistic regression on n clients with their own optima: the problem of all convex figures of Chapter 3."""
+"""The convex figures of Chapter 3: settings, logistic regression on n clients with their own optima, and runs on it."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from commjax.core import runner
+from commjax.core.base import Algorithm
+from commjax.core.local import ValueAndGrad
+from commjax.core.records import Record
 from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
-from commjax.problems.constants import Smoothness
+from commjax.problems.constants import Optimum, Smoothness
 from experiments.ef_bv.runs import load
 
 SPLITS = ("iid", "label", "feature", "quantity")
@@ -78,6 +82,77 @@ def problem(name: str, split: str, settings: Settings) -> Problem:
 
 
 @cache
-def value_and_grad(mu: float):
+def value_and_grad(mu: float) -> ValueAndGrad:
     """Loss and gradient of one client.  There is one object per mu, so that programs compiled for it are reused."""
     return jax.value_and_grad(partial(logistic.loss, mu=mu))
+
+
+def flix_optimum(problem: Problem, alpha: float, settings: Settings) -> Optimum:
+    """The minimiser and the minimum of the FLIX objective."""
+    return logistic.flix_optimum(problem.dataset, problem.rows, settings.mu, alpha, problem.optimum)
+
+
+def iterations_for(kappa: float, gap: float, accuracy: float) -> int:
+    """kappa log(gap / accuracy) iterations, rounded up to hundreds."""
+    return int(np.ceil(kappa * np.log(gap / accuracy) / 100)) * 100
+
+
+def run_grid(
+    problem: Problem,
+    algorithm: Algorithm,
+    hparams: list[Any],
+    settings: Settings,
+    label: str,
+    *,
+    rounds: int,
+    seeds: int | None = None,
+) -> Record:
+    """Run all hparams with all seeds from x^0 = 1, as one vmapped program in chunks; saved under `label`.
+
+    Args:
+        problem: The problem.
+        algorithm: The method.
+        hparams: Its settings.
+        settings: The settings of the command.
+        label: Name of the record and the checkpoint.
+        rounds: Number of steps of the algorithm.
+        seeds: Number of runs of each setting; None: that of the settings.
+    """
+    d = problem.dataset.features.shape[1]
+    state = algorithm.init(jnp.ones(d), jnp.arange(settings.n), optimum=jnp.asarray(problem.optimum))
+    keys = jax.random.split(jax.random.key(settings.seed), settings.seeds if seeds is None else seeds)
+    _, record = runner.loop(
+        keys,
+        algorithm,
+        runner.stack(hparams),
+        state,
+        problem.data,
+        rounds,
+        chunk=100,
+        checkpoint=settings.out / f"{label}.ckpt",
+        label=label,
+        progress=settings.progress,
+        bits_init=64.0,  # every client sends alpha_i^2 / gamma_i once
+        config={"dataset": problem.name, "split": problem.split, "n": settings.n, "d": d, "mu": settings.mu},
+    )
+    record.save(settings.out / label)
+    return record
+
+
+def after_communications(bits: np.ndarray) -> np.ndarray:
+    """Numbers of the iterations that begin right after 0, 1, 2, ... communications, from the bits of each iteration."""
+    return np.concatenate([[0], np.flatnonzero(bits[:-1] > 0) + 1])
+
+
+def communicated(record: Record, h: int, s: int) -> np.ndarray:
+    """The FLIX objective at x after 0, 1, 2, ... communications, from a record of `scafflix.iterations`.
+
+    Right after a communication every client is at its mixture of x, so the loss of that iteration is the objective.
+
+    Args:
+        record: Record with metrics [hparams, seed, iteration].
+        h: Number of the hparams.
+        s: Number of the seed.
+    """
+    loss, bits = record.metrics["loss"][h, s], record.metrics["bits_up"][h, s]
+    return loss[after_communications(bits)]
