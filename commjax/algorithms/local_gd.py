@@ -72,14 +72,6 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
 
         return jax.lax.fori_loop(0, hparams.steps, gradient_step, x), value_and_grad(unravel(x), data)[0]
 
-    def advanced(hparams: HParams, server: Server, mean: Array) -> tuple[Server, Array]:
-        """The next x, and the code of the round; x stays unchanged if the mean is not finite."""
-        stepsize, steps = (jnp.asarray(value).astype(float) for value in hparams)
-        bad = ~(checks.is_positive(stepsize) & checks.is_count(steps)) | ~jnp.all(jnp.isfinite(mean))
-        before, unravel = ravel_pytree(server.params)
-        code = jnp.where(bad, BROKE_DOWN, CONVERGED)
-        return Server(server.round + 1, unravel(jnp.where(bad, before, mean))), code
-
     def step(
         key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
     ) -> tuple[State, Metrics]:
@@ -90,7 +82,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         received = rounds.broadcast(state.server.params, axis_name)
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
-        server, code = advanced(hparams, state.server, mean)
+        server, code = _advanced(hparams, state.server, mean)
         vector_bits = cohort.price(draw, n, server.params)
         metrics = flat_metrics(loss, vector_bits, rounds=1, iterations=hparams.steps, code=code)
         return State(server, state.clients), metrics
@@ -112,7 +104,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
         shares = cohort.shares(draw).astype(rows.dtype)
-        return advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))[0]
+        return _advanced(hparams, server, cohort.add_up(slots, cohort.Cohort(None, shares), shares, None))[0]
 
     exchange = Exchange(
         client_step,
@@ -125,6 +117,15 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         joined=server_step,
     )
     return Algorithm(checks.checked_init(init), step, exchange, Spec(HParams, Server, Client, check))
+
+
+def _advanced(hparams: HParams, server: Server, mean: Array) -> tuple[Server, Array]:
+    """The next x, and the code of the round; x stays unchanged if the mean is not finite."""
+    stepsize, steps = (jnp.asarray(value).astype(float) for value in hparams)
+    bad = ~(checks.is_positive(stepsize) & checks.is_count(steps)) | ~jnp.all(jnp.isfinite(mean))
+    before, unravel = ravel_pytree(server.params)
+    code = jnp.where(bad, BROKE_DOWN, CONVERGED)
+    return Server(server.round + 1, unravel(jnp.where(bad, before, mean))), code
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from commjax.algorithms import sppm_as
 from commjax.core import runner
@@ -18,6 +18,8 @@ from commjax.prox.solvers import adaptive, quasi_newton
 from commjax.prox.solvers.base import Oracle, Solver
 from commjax.sampling import samplings
 
+# (params, data of one client) -> loss, a scalar
+Loss = Callable[[Params, Any], Any]
 # Limit of d: the pilot stores n d^2 numbers.
 _MOST_DIMENSIONS = 1000
 
@@ -174,11 +176,13 @@ class Pilot(NamedTuple):
         )
 
 
-def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
+def _rough_optimum(
+    loss: Loss, params: Params, data: Any, iterations: int
+) -> tuple[Array, Array, Callable[[Array], Params], int]:
     """(x0, x, unravel, aggregations), where x comes from L-BFGS on the mean of all losses."""
     flat, unravel = ravel_pytree(params)
 
-    def mean(x):
+    def mean(x: Array) -> Array:
         return jnp.mean(jax.vmap(lambda rows: loss(unravel(x), rows))(data))
 
     oracle = Oracle(jax.value_and_grad(mean))
@@ -188,14 +192,14 @@ def _rough_optimum(loss: Callable, params: Params, data: Any, iterations: int):
     return flat, result.params, unravel, int(result.evaluations)
 
 
-def _quadratic(z, model):
+def _quadratic(z: Array, model: dict[str, Array]) -> Array:
     """g z + z' H z / 2, a client's loss around the rough optimum."""
     return jnp.vdot(model["g"], z) + jnp.vdot(z, model["H"] @ z) / 2
 
 
 def pilot(
     key: Key,
-    loss: Callable[[Params, Any], Any],
+    loss: Loss,
     params: Params,
     data: Any,
     clusters: Sequence[np.ndarray],
@@ -237,13 +241,13 @@ def pilot(
     if len(x) > _MOST_DIMENSIONS:
         raise ValueError(f"params has {len(x)} numbers; allowed: at most {_MOST_DIMENSIONS}, for Hessians are kept")
 
-    def at(rows):
-        def one(z):
+    def quadratic_model(rows: Any) -> dict[str, Array]:
+        def client_loss(z: Array) -> Array:
             return loss(unravel(z), rows)
 
-        return {"g": jax.grad(one)(x), "H": jax.hessian(one)(x)}
+        return {"g": jax.grad(client_loss)(x), "H": jax.hessian(client_loss)(x)}
 
-    model = jax.jit(jax.lax.map, static_argnums=0)(at, data)
+    model = jax.jit(jax.lax.map, static_argnums=0)(quadratic_model, data)
     H, n = np.asarray(model["H"], np.float64).mean(axis=0), len(model["g"])
     z_star = jnp.asarray(np.linalg.solve(H, -np.asarray(model["g"], np.float64).mean(axis=0)), x.dtype)
     z0 = start - x
@@ -254,7 +258,7 @@ def pilot(
     choices = [samplings.stratified(clusters), samplings.nice(n, min(b, n))]
     if all(len(ids) == b for ids in clusters):
         choices.append(samplings.block(clusters))
-    found = []
+    columns = []
     for sampling in choices:
         algorithm = runner.observe(
             sppm_as.sppm_as(_quadratic, sampling, solver.make, hubs),
@@ -263,15 +267,15 @@ def pilot(
         hparams = runner.stack([sppm_as.HParams(gamma, K, 0.0) for gamma, K in pairs])
         state = algorithm.init(z0, jnp.arange(n))
         _, metrics = runner.sweep(jax.random.split(key, seeds), algorithm, hparams, state, model, rounds)
-        found.append([np.asarray(getattr(metrics, name)) for name in ("fraction", "local_rounds", "hub_rounds")])
+        columns.append([np.asarray(getattr(metrics, name)) for name in ("fraction", "local_rounds", "hub_rounds")])
     settings = [(sampling, gamma, K) for sampling in choices for gamma, K in pairs]
-    fraction, local, outside = (np.concatenate(part) for part in zip(*found))
+    fraction, local, outside = (np.concatenate(part) for part in zip(*columns))
     return Pilot(settings, fraction, local, outside, hubs, spent, solver)
 
 
 def recommend(
     key: Key,
-    loss: Callable[[Params, Any], Any],
+    loss: Loss,
     params: Params,
     data: Any,
     clusters: Sequence[np.ndarray],
@@ -280,7 +284,7 @@ def recommend(
     c1: float = 1.0,
     c2: float = 0.0,
     hubs: Hubs | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Recommendation:
     """The cheapest setting of SPPM-AS for |x - x*|^2 <= accuracy |x0 - x*|^2, from the loss and the data alone.
 
@@ -294,7 +298,7 @@ def recommend(
         c1: cost of an aggregation inside the cohort.
         c2: cost of an exchange between a hub and the server.
         hubs: hubs of the planned run; None with c2 > 0 puts all clients under one hub, as the thesis does.
-        **how: other arguments of `pilot`, which also states what the clients have to compute.
+        **options: other arguments of `pilot`, which also states what the clients have to compute.
 
     Returns:
         The setting, its predicted cost, and a text (`print`).
@@ -303,4 +307,4 @@ def recommend(
     """
     if hubs is None and c2 > 0:
         hubs = Hubs.make(np.zeros(jax.tree.leaves(data)[0].shape[0], int))
-    return pilot(key, loss, params, data, clusters, hubs=hubs, **how).recommend(accuracy, c1, c2)
+    return pilot(key, loss, params, data, clusters, hubs=hubs, **options).recommend(accuracy, c1, c2)

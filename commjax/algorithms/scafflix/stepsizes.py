@@ -45,18 +45,18 @@ def theoretical(
     >>> theoretical(np.array([2.0, 8.0, 1.0]), np.array([0.5, 1.0, 0.1])).gamma.tolist()
     [0.5, 0.125, 1.0]
     """
-    A = np.asarray(A, np.float64)
-    mu = np.broadcast_to(np.asarray(mu, np.float64), A.shape)
-    if not np.all((A > 0) & (mu > 0) & (mu <= A * (1 + 1e-9))):
-        raise ValueError(f"A={A}, mu={mu}; allowed: 0 < mu_i <= A_i")
+    A_i = np.asarray(A, np.float64)
+    mu = np.broadcast_to(np.asarray(mu, np.float64), A_i.shape)
+    if not np.all((A_i > 0) & (mu > 0) & (mu <= A_i * (1 + 1e-9))):
+        raise ValueError(f"A={A_i}, mu={mu}; allowed: 0 < mu_i <= A_i")
     if (C is None) != (epsilon is None):
         raise ValueError(f"C={C}, epsilon={epsilon}; allowed: both (stochastic gradients) or neither (exact ones)")
     if gamma is None:
-        gamma = 1 / A if C is None or epsilon is None else theory.stepsizes_for(epsilon, A, mu, C)
-    gamma = np.broadcast_to(np.asarray(gamma, np.float64), A.shape)
-    if np.any(gamma > (1 + 1e-9) / A):
-        i = int(np.argmax(gamma * A))
-        message = f"gamma_{i} = {gamma[i]:.4g} is above 1/A_{i} = {1 / A[i]:.4g}, which the theorem does not cover"
+        gamma = 1 / A_i if C is None or epsilon is None else theory.stepsizes_for(epsilon, A_i, mu, C)
+    gamma = np.broadcast_to(np.asarray(gamma, np.float64), A_i.shape)
+    if np.any(gamma > (1 + 1e-9) / A_i):
+        i = int(np.argmax(gamma * A_i))
+        message = f"gamma_{i} = {gamma[i]:.4g} is above 1/A_{i} = {1 / A_i[i]:.4g}, which the theorem does not cover"
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
@@ -77,5 +77,4 @@ def scaffnew_hparams(A: Float[np.ndarray, "n"], mu: ArrayLike, p: float | None =
     Returns:
         The hyperparameters.
     """
-    A = np.asarray(A, np.float64)
-    return theoretical(A, mu, gamma=1 / A.max(), p=p)
+    return theoretical(A, mu, gamma=1 / np.asarray(A, np.float64).max(), p=p)
