@@ -13,7 +13,7 @@ from commjax.algorithms.fedavg import Client, Server, bits_down, init
 from commjax.algorithms.sppm_as import Metrics, flat_metrics
 from commjax.core import checks, rounds
 from commjax.core.base import Algorithm, Exchange, Key, Params, Round, Spec, State
-from commjax.core.local import ValueAndGrad
+from commjax.core.local import ClientResult, ValueAndGrad
 from commjax.prox import cohort
 from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED
 from commjax.sampling.samplings import Sampling
@@ -87,7 +87,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         metrics = flat_metrics(loss, vector_bits, rounds=1, iterations=hparams.steps, code=code)
         return State(server, state.clients), metrics
 
-    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree):
+    def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
         check(hparams, sampling.n)
         model, loss = trained(hparams, server.params, data)
         return client, round.send(ravel_pytree(server.params)[1](model)), loss
