@@ -88,7 +88,7 @@ def _averaged_prox(loss, sampling, inner, center_of) -> Algorithm:
         values = jax.vmap(loss, in_axes=(None, 0))(params, members.data)
         metrics = flat_metrics(
             cohort.add_up(values, members, share, axis_name),
-            cohort.price(draw, n, server.params),
+            cohort.upload_bits(draw, n, server.params),
             hparams.rounds,
             hparams.rounds,
             residual,

@@ -87,7 +87,7 @@ def mb_local_gd(value_and_grad: Callable, sampling: Sampling) -> Algorithm:
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
         server, code = advanced(hparams, state.server, mean)
-        metrics = flat_metrics(loss, cohort.price(draw, n, server.params), 1, hparams.steps, code=code)
+        metrics = flat_metrics(loss, cohort.upload_bits(draw, n, server.params), 1, hparams.steps, code=code)
         return State(server, state.clients), metrics
 
     def client_step(round, hparams, server, client, data):

@@ -163,7 +163,14 @@ def sppm_as(
         members = cohort.gather(draw, state.clients.id, batch, axis_name, hubs)
         center, unravel = ravel_pytree(server.params)
         oracle = cohort.prox_oracle(
-            loss, unravel, members, center, hparams.gamma, axis_name, 1 if hubs is None else hubs.count, pool
+            loss,
+            unravel,
+            members,
+            center,
+            hparams.gamma,
+            axis_name=axis_name,
+            hubs=1 if hubs is None else hubs.count,
+            pool=pool,
         )
         # The prox term is 0 at the centre.  The solver's first evaluation is there too, so it is computed once.
         start = oracle.value_and_grad(center)[0]
@@ -185,8 +192,8 @@ def _metrics(
 
     In every evaluation a client receives `received` vectors and sends `vectors` of them and one value.
     """
-    price = cohort.price(draw, n, params)
-    sent = vectors * price + cohort.price(draw, n, start)
+    price = cohort.upload_bits(draw, n, params)
+    sent = vectors * price + cohort.upload_bits(draw, n, start)
     evaluations = result.evaluations.astype(price.dtype)
     met = jnp.zeros((), jnp.int32) if hubs is None else cohort.hubs_met(draw, hubs)
     hub_rounds = jnp.where(met == 1, 1, jnp.where(met > 1, result.evaluations, 0))
