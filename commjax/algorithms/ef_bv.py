@@ -217,7 +217,7 @@ def theoretical(
     if not 0 < nu <= 1:
         raise ValueError(f"nu must be in (0, 1], got {nu}")
     r_av = theory.contraction(constants.eta, constants.omega_ran, nu)
-    gamma = theory.stepsize(smoothness.L, smoothness.L_tilde, constants.eta, constants.omega, lam, r_av, regime)
+    gamma = theory.stepsize(smoothness.L, smoothness.L_tilde, constants.eta, constants.omega, lam, r_av, regime=regime)
     return HParams(gamma, lam, nu)
 
 
