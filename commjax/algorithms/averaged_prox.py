@@ -101,7 +101,7 @@ def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of:
         bad = ~(checks.is_positive(gamma) & checks.is_count(K) & checks.is_positive(alpha))
         metrics = flat_metrics(
             cohort.add_up(values, members, share, axis_name),
-            cohort.price(draw, n, server.params),
+            cohort.upload_bits(draw, n, server.params),
             rounds=hparams.rounds,
             iterations=hparams.rounds,
             residual=residual,

@@ -83,7 +83,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         models, losses = jax.vmap(partial(trained, hparams, received))(members.data)
         mean, loss = cohort.add_up((models, losses), members, members.weights.astype(models.dtype), axis_name)
         server, code = _advanced(hparams, state.server, mean)
-        vector_bits = cohort.price(draw, n, server.params)
+        vector_bits = cohort.upload_bits(draw, n, server.params)
         metrics = flat_metrics(loss, vector_bits, rounds=1, iterations=hparams.steps, code=code)
         return State(server, state.clients), metrics
 

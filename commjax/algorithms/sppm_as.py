@@ -186,7 +186,7 @@ class _Ledger(NamedTuple):
         Returns:
             The metrics.
         """
-        vector_bits = cohort.price(draw, n, params)
+        vector_bits = cohort.upload_bits(draw, n, params)
         evaluations = result.evaluations.astype(vector_bits.dtype)
         met = jnp.zeros((), jnp.int32) if self.hubs is None else cohort.hubs_met(draw, self.hubs)
         hub_rounds = jnp.where(met == 1, 1, jnp.where(met > 1, result.evaluations, 0))
@@ -194,7 +194,7 @@ class _Ledger(NamedTuple):
         links = (met * hub_rounds).astype(vector_bits.dtype)
         return Metrics(
             loss=start,
-            bits_up=(self.vectors * vector_bits + cohort.price(draw, n, start)) * evaluations,
+            bits_up=(self.vectors * vector_bits + cohort.upload_bits(draw, n, start)) * evaluations,
             bits_down=self.received * vector_bits * evaluations,
             local_rounds=result.evaluations,
             iterations=result.iterations,

@@ -1,10 +1,12 @@
 """Measure whether a compressor satisfies the constants that it states.  `format.check` tests its bytes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from commjax.compressors.format import check
 from commjax.core.base import Compressor, Constants, Key
@@ -59,10 +61,10 @@ def trial_vectors(rng: np.random.Generator, d: int, n: int, count: int) -> np.nd
     flat = np.ones((n, d))
     sign = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
     sign[-1] *= n % 2 == 0  # if n is odd, the last row is zero, so that the rows add up to zero
-    one = np.tile(np.eye(d)[0], (n, 1))
+    spike = np.tile(np.eye(d)[0], (n, 1))
     half = np.tile((np.arange(d) < max(1, d // 2)).astype(float), (n, 1))
     peak = np.tile(np.where(np.arange(d) == 0, 1.0, 1 / (np.sqrt(d) + 1)), (n, 1))
-    fixed = np.stack([flat, sign * flat if n > 1 else flat, one, half, peak, np.full((n, d), 4 / 3)])
+    fixed = np.stack([flat, sign * flat if n > 1 else flat, spike, half, peak, np.full((n, d), 4 / 3)])
     return np.concatenate([fixed, clouds])
 
 
@@ -88,10 +90,10 @@ def _follows_its_law(compressor: Compressor, xs: np.ndarray, draws: np.ndarray, 
     return bool((distance.min(axis=1) <= precision * (np.abs(xs).max() + np.abs(values).max())).all())
 
 
-def _sampler(compressor: Compressor, n: int):
+def _sampler(compressor: Compressor, n: int) -> Callable[[Array, Array], Array]:
     """Return a jitted function (keys [samples], xs [n, d]) -> values [samples, n, d]."""
 
-    def once(key, xs):
+    def once(key: Key, xs: Array) -> Array:
         return jax.vmap(lambda x, id: compressor.compress(key, x, id, n).value)(xs, jnp.arange(n))
 
     return jax.jit(jax.vmap(once, in_axes=(0, None)))
@@ -179,7 +181,7 @@ def certify(
     else:
         trial = np.asarray(jnp.asarray(trial), np.float64)  # rounded to JAX's default precision
         tolerance = max(tolerance, rounding)
-        keys = [jax.random.split(one, samples) for one in jax.random.split(key, len(trial))]
+        keys = [jax.random.split(k, samples) for k in jax.random.split(key, len(trial))]
         pairs = []
         for k, xs in zip(keys, trial):
             values = np.asarray(sample(k, jnp.asarray(xs)), np.float64)

@@ -1,12 +1,16 @@
 """Compressors that are built from another compressor."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
+from commjax.compressors.exact_laws import Law
 from commjax.compressors.vectors import payload_bytes
 from commjax.core import tree
-from commjax.core.base import Compressor, Constants, Message
+from commjax.core.base import ClientId, Compressor, Constants, Key, Message
 
 
 def scaled(factor: float, compressor: Compressor) -> Compressor:
@@ -32,20 +36,20 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
     if not 0 < factor <= 1:
         raise ValueError(f"scaled: factor must be in (0, 1], got {factor}")
 
-    def compress(key, x, id=0, n=1):
+    def compress(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> Message:
         value, bits = compressor.compress(key, x, id, n)
         # The inner value is rounded first.  Otherwise XLA would merge the two factors, and the value would differ from
         # the decoded one.
         return Message(tree.once(tree.times(factor, tree.once(value))), bits)
 
-    def decode(key, data, like, id=0, n=1):
+    def decode(key: Key, data: bytes, like: PyTree, id: ClientId = 0, n: int = 1) -> PyTree:
         return tree.times(factor, jax.tree.map(jnp.asarray, compressor.decode(key, data, like, id, n)))
 
-    def constants(d, n=1):
+    def constants(d: Any, n: int = 1) -> Constants:
         eta, omega, omega_ran = compressor.constants(d, n)
         return Constants(factor * eta + 1 - factor, factor**2 * omega, factor**2 * omega_ran)
 
-    def outcomes(xs):
+    def outcomes(xs: np.ndarray) -> Law:
         assert compressor.outcomes is not None
         probability, values = compressor.outcomes(xs)
         return probability, factor * values
@@ -59,7 +63,7 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
     )
 
 
-def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
+def rounded(compressor: Compressor, dtype: Any = jnp.float32) -> Compressor:
     """Round x to `dtype` before compressing it, so that a float64 run sends numbers of fewer bits.
 
         C'(x) = C(round(x))
@@ -79,32 +83,41 @@ def rounded(compressor: Compressor, dtype=jnp.float32) -> Compressor:
     """
     unit = float(jnp.finfo(dtype).eps) / 2
 
-    def down(x):
+    def down(x: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.astype(dtype), x)
 
-    def zeros(like):
+    def zeros(like: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), like)
 
-    def shapes(like):
+    def shapes(like: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), like)
 
-    def up(value, like):
+    def up(value: PyTree, like: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), value, like)
 
-    def compress(key, x, id=0, n=1):
+    def compress(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> Message:
         value, bits = compressor.compress(key, down(x), id, n)
         return Message(up(value, x), bits)
 
-    def constants(d, n=1):
+    def constants(d: Any, n: int = 1) -> Constants:
         eta, omega, omega_ran = compressor.constants(d, n)
         return Constants(eta + unit * (1 + eta), (1 + unit) ** 2 * omega, (1 + unit) ** 2 * omega_ran)
+
+    def encode(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> bytes:
+        return compressor.encode(key, down(x), id, n)
+
+    def decode(key: Key, data: bytes, like: PyTree, id: ClientId = 0, n: int = 1) -> PyTree:
+        return up(compressor.decode(key, data, zeros(like), id, n), like)
+
+    def length(key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
+        return payload_bytes(compressor, key, shapes(like), id, n)
 
     return compressor._replace(
         name=f"{compressor.name} in {jnp.dtype(dtype).name}",
         compress=compress,
         constants=constants,
-        encode=lambda key, x, id=0, n=1: compressor.encode(key, down(x), id, n),
-        decode=lambda key, data, like, id=0, n=1: up(compressor.decode(key, data, zeros(like), id, n), like),
+        encode=encode,
+        decode=decode,
         outcomes=None,
-        length=lambda key, like, id=0, n=1: payload_bytes(compressor, key, shapes(like), id, n),
+        length=length,
     )

@@ -27,7 +27,7 @@ def _inputs(like: PyTree, seed: int) -> dict[str, PyTree]:
     }
     ends = np.cumsum([leaf.size for leaf in leaves])
 
-    def on_leaves(values):
+    def on_leaves(values: np.ndarray) -> PyTree:
         parts = np.split(values, ends[:-1])
         return treedef.unflatten([jnp.asarray(p.reshape(l.shape), l.dtype) for p, l in zip(parts, leaves)])
 
@@ -95,15 +95,15 @@ def check(
     for count in (n,) if isinstance(n, int) else n:
         inputs = [(number, *pair) for number in range(keys) for pair in _inputs(zeros, number).items()]
         for turn, (number, kind, x) in enumerate(inputs):
-            one, id = jax.random.fold_in(key, number), turn % count
+            round_key, id = jax.random.fold_in(key, number), turn % count
             case = f"key {number}, client {id} of {count}, {kind}"
-            message, data = compress(one, x, id, count), compressor.encode(one, x, id, count)
+            message, data = compress(round_key, x, id, count), compressor.encode(round_key, x, id, count)
             if float(message.bits) != 8 * len(data):
                 raise WireFormatError(
                     f"{compressor.name}: bits: compress counts {float(message.bits):.17g},"
                     f" encode gave {len(data)} bytes = {8 * len(data)} bits ({case})"
                 )
-            decoded = compressor.decode(one, data, zeros, id, count)
+            decoded = compressor.decode(round_key, data, zeros, id, count)
             _same_form(compressor.name, "compress", message.value, x)
             _same_form(compressor.name, "decode", decoded, x)
             _same_bits(compressor.name, decoded, message.value, case)

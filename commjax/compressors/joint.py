@@ -2,13 +2,15 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 from commjax.compressors import wire
+from commjax.compressors.exact_laws import Law
 from commjax.compressors.sparse import identity
 from commjax.compressors.vectors import check_count, from_value, on_vectors, payload_bytes, value_bits
 from commjax.core import tree
@@ -32,6 +34,21 @@ def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
     seat = jax.random.permutation(key_clients, n)[id]
     place = jax.random.permutation(key_coordinates, d)
     return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
+
+
+def _nice_constants(inner: Constants, m: int, n: int) -> Constants:
+    """Return the constants of `m_nice` from those of the compressor of the clients that send."""
+    eta, omega, omega_ran = inner
+    spread = 0.0 if n == 1 else (n - m) / (m * (n - 1))
+    return Constants(eta, n / m * omega + (n / m - 1) * (1 + eta) ** 2, n / m * omega_ran + spread * (1 + eta) ** 2)
+
+
+def _nice_law(probability: np.ndarray, values: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outcomes of `m_nice` from those of the compressor of the clients that send, [outcomes, n, d]."""
+    n = values.shape[1]
+    drawn = np.array([[i in chosen for i in range(n)] for chosen in itertools.combinations(range(n), m)])
+    joint = np.where(drawn[:, None, :, None], n / m * values[None], 0.0).reshape(-1, *values.shape[1:])
+    return np.tile(probability, len(drawn)) / len(drawn), joint
 
 
 def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
@@ -60,50 +77,47 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
     check_count("m_nice", "m", m)
     inner = identity() if compressor is None else compressor
 
-    def check(n):
+    def check(n: int) -> None:
         if m > n:
             raise ValueError(f"m_nice: m must be at most the number of clients n = {n}, got {m}")
 
-    def draw(key, id, n):
+    def draw(key: Key, id: ClientId, n: int) -> tuple[Array, Key]:
         check(n)
         return _takes_part(key, id, n, m)
 
-    def compress(key, x, id=0, n=1):
-        here, key = draw(key, id, n)
+    def compress(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> Message:
+        takes_part, key = draw(key, id, n)
         value, bits = inner.compress(key, x, id, n)
         value = tree.times(n / m, tree.once(value))  # rounded after each factor, as in `scaled`
-        sent = tree.once(jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), value))
-        return Message(sent, jnp.where(here, bits, jnp.zeros_like(bits)))
+        sent = tree.once(jax.tree.map(lambda leaf: jnp.where(takes_part, leaf, jnp.zeros_like(leaf)), value))
+        return Message(sent, jnp.where(takes_part, bits, jnp.zeros_like(bits)))
 
-    def constants(d, n=1):
+    def constants(d: Any, n: int = 1) -> Constants:
         check(n)
-        eta, omega, omega_ran = inner.constants(d, n)
-        spread = 0.0 if n == 1 else (n - m) / (m * (n - 1))
-        return Constants(eta, n / m * omega + (n / m - 1) * (1 + eta) ** 2, n / m * omega_ran + spread * (1 + eta) ** 2)
+        return _nice_constants(inner.constants(d, n), m, n)
 
-    def encode(key, x, id=0, n=1):
-        here, key = draw(key, id, n)
-        return inner.encode(key, x, id, n) if here else b""
+    def encode(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> bytes:
+        takes_part, key = draw(key, id, n)
+        return inner.encode(key, x, id, n) if takes_part else b""
 
-    def decode(key, data, like, id=0, n=1):
-        here, key = draw(key, id, n)
-        if not here:
+    def decode(key: Key, data: bytes, like: PyTree, id: ClientId = 0, n: int = 1) -> PyTree:
+        takes_part, key = draw(key, id, n)
+        if not takes_part:
             if data:
                 raise ValueError(f"m_nice: client {id} does not take part in this round, got {len(data)} bytes")
             return jax.tree.map(jnp.zeros_like, like)
         return tree.times(n / m, jax.tree.map(jnp.asarray, inner.decode(key, data, like, id, n)))
 
-    def length(key, like, id=0, n=1):
-        here, key = draw(key, id, n)
-        return payload_bytes(inner, key, like, id, n) if here else 0
+    def length(key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
+        takes_part, key = draw(key, id, n)
+        return payload_bytes(inner, key, like, id, n) if takes_part else 0
 
-    def outcomes(xs):
-        n = len(xs)
+    def outcomes(xs: np.ndarray) -> Law:
         assert inner.outcomes is not None
-        probability, values = inner.outcomes(xs)
-        here = np.array([[i in chosen for i in range(n)] for chosen in itertools.combinations(range(n), m)])
-        joint = np.where(here[:, None, :, None], n / m * values[None], 0.0).reshape(-1, *xs.shape)
-        return np.tile(probability, len(here)) / len(here), joint
+        return _nice_law(*inner.outcomes(xs), m)
+
+    def kept(d: Any, n: int = 1) -> float:
+        return m / n * inner.kept(d, n)
 
     name = f"{m}-nice" + ("" if compressor is None else f"({inner.name})")
     return Compressor(
@@ -112,14 +126,14 @@ def m_nice(m: int, compressor: Compressor | None = None) -> Compressor:
         constants,
         encode,
         decode,
-        lambda d, n=1: m / n * inner.kept(d, n),
+        kept,
         inner.outcomes and outcomes,
         absence=True,
         length=length,
     )
 
 
-def _block(i, items: int, blocks: int):
+def _block(i: Array, items: int, blocks: int) -> Array:
     """Return the block of item i when items are cut into consecutive blocks whose sizes differ by at most one.
 
     The larger blocks come first.  (`i * blocks // items` would overflow int32 for a large model and many clients.)
@@ -148,26 +162,26 @@ def perm_k() -> Compressor:
     Constants(eta=0.0, omega=3.0, omega_ran=1.0)
     """
 
-    def factor(d, n):
+    def factor(d: int, n: int) -> int:
         return min(d, n)
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         owned = jnp.where(_owned(key, x.size, id, n), x, jnp.zeros((), x.dtype))
         return tree.once(tree.times(factor(x.size, n), owned))
 
-    def bits(key, d, dtype, id, n):
+    def bits(key: Key, d: int, dtype: Any, id: ClientId, n: int) -> int | Array:
         if d % n == 0 or d < n:
             return max(1, d // n) * value_bits(dtype)
         # In floats, because the count times 32 may overflow int32.
         return jnp.sum(_owned(key, d, id, n)).astype(jnp.zeros(()).dtype) * value_bits(dtype)
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         mask = np.asarray(_owned(key, d, id, n))
         value = np.zeros(d, dtype)
         value[mask] = wire.decode_values(data, int(mask.sum()), dtype)
         return value
 
-    def constants(d, n):
+    def constants(d: int, n: int) -> Constants:
         if n == 1:
             return Constants(0.0, 0.0, 0.0)
         if d >= n:
@@ -176,7 +190,7 @@ def perm_k() -> Compressor:
         pairs = ((d - many) * small * (small - 1) + many * (small + 1) * small) / d
         return Constants(0.0, d - 1.0, d * d / n * (1 / d - pairs / (n * (n - 1))))
 
-    def outcomes(xs):
+    def outcomes(xs: np.ndarray) -> Law:
         n, d = xs.shape
         block = np.asarray(_block(jnp.arange(max(d, n)), max(d, n), min(d, n)))
         value = []
@@ -187,12 +201,12 @@ def perm_k() -> Compressor:
                 value.append(np.where(mine, factor(d, n) * xs, 0.0))
         return np.full(len(value), 1 / len(value)), np.array(value)
 
-    def length(key, like, id=0, n=1):
+    def length(key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
         d, dtypes = tree.size(like), [leaf.dtype for leaf in jax.tree.leaves(like)]
         owned = max(1, d // n) if d % n == 0 or d < n else int(jnp.sum(_owned(key, d, id, n)))
         return owned * (dtypes[0] if len(dtypes) == 1 else jnp.result_type(*dtypes)).itemsize
 
-    made = on_vectors(
+    compressor = on_vectors(
         "perm-k",
         compress=compress,
         bits=bits,
@@ -205,4 +219,4 @@ def perm_k() -> Compressor:
         kept=lambda d, n: max(1.0, d / n),
         outcomes=outcomes,
     )
-    return made._replace(length=length)
+    return compressor._replace(length=length)

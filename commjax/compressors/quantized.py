@@ -2,15 +2,18 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from commjax.compressors import exact_laws, wire
+from commjax.compressors.exact_laws import Law
 from commjax.compressors.vectors import check_count, from_value, independent, on_vectors, value_bits
 from commjax.core import tree
-from commjax.core.base import Compressor, Constants
+from commjax.core.base import ClientId, Compressor, Constants, Key
 
 _UINT = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -28,7 +31,7 @@ def natural() -> Compressor:
     [0.0, 1.0, -4.0]
     """
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         # The mantissa is the probability of rounding up, so one integer comparison is exact.
         mantissa = jnp.finfo(x.dtype).nmant
         bits = jax.lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
@@ -38,20 +41,20 @@ def natural() -> Compressor:
         rounded = (bits & ~low) + (up.astype(bits.dtype) << mantissa)
         return jax.lax.bitcast_convert_type(rounded, x.dtype)
 
-    def width(dtype):
+    def width(dtype: Any) -> int:
         return value_bits(dtype) - jnp.finfo(dtype).nmant
 
-    def pack(key, value, id, n):
+    def pack(key: Key, value: np.ndarray, id: ClientId, n: int) -> bytes:
         shift = np.uint64(jnp.finfo(value.dtype).nmant)
         exponents = value.view(f"u{value.dtype.itemsize}").astype(np.uint64) >> shift
         return wire.to_bytes(wire.pack_integers(exponents, width(value.dtype)))
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         exponents = wire.unpack_integers(wire.from_bytes(data, d * width(dtype)), width(dtype))
         bits = exponents << np.uint64(jnp.finfo(dtype).nmant)
         return bits.astype(f"u{np.dtype(dtype).itemsize}").view(dtype)
 
-    def law(x):
+    def law(x: np.ndarray) -> Law:
         low = np.sign(x) * 2.0 ** np.floor(np.log2(np.where(x == 0, 1, np.abs(x))))
         return exact_laws.coordinatewise(low, 2 * low, np.where(x == 0, 0, x / np.where(x == 0, 1, low) - 1))
 
@@ -95,12 +98,12 @@ def dithering_omega(d: int, levels: int, norm: float = 2.0) -> float:
     return max(0.0, d * envelope / c2)
 
 
-def _wide(dtype) -> np.dtype:
+def _wide(dtype: Any) -> np.dtype:
     """Return the dtype of the norm and of the arithmetic: float32 for half precision, else the given dtype."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
 
 
-def _norm(x, p: float):
+def _norm(x: Array, p: float) -> Array:
     """Return |x|_p; for p in {1, 2, inf} every program computes the same bits."""
     if math.isinf(p):
         return jnp.max(jnp.abs(x))
@@ -111,7 +114,7 @@ def _norm(x, p: float):
     return tree.ordered_sum(jnp.abs(x) ** p) ** (1 / p)
 
 
-def _rounded_at_random(value, uniform, dtype):
+def _rounded_at_random(value: Array, uniform: Array, dtype: Any) -> Array:
     """Round float32 values to one of the two nearest numbers of a half-precision dtype, without bias.
 
     quantum  the distance between the two neighbours of |value|: a power of two, so only the draw is inexact
@@ -125,6 +128,24 @@ def _rounded_at_random(value, uniform, dtype):
     low = jnp.floor(ratio)
     up = (uniform < ratio - low).astype(jnp.float32)
     return (jnp.sign(value) * (low + up) * quantum).astype(dtype)
+
+
+@partial(jax.jit, static_argnames=("dtype", "levels"))
+def _dequantized(scale: Array, level: Array, uniform: Array | None, dtype: np.dtype, levels: int) -> Array:
+    """Return level / levels times scale, rounded to `dtype` at random if `uniform` is given."""
+    # Only multiplications, scalars first, because XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
+    step = tree.once(scale * jnp.asarray(1 / levels, scale.dtype))
+    value = tree.once(level.astype(scale.dtype) * step)
+    return value if uniform is None else _rounded_at_random(value, uniform, dtype)
+
+
+def _randomness(key: Key, d: int, dtype: Any, id: ClientId) -> tuple[Key, Array | None]:
+    """Return the key of the levels, and the uniform numbers of the second rounding (None without one)."""
+    key = jax.random.fold_in(key, id)
+    if _wide(dtype) == np.dtype(dtype):
+        return key, None
+    key_level, key_value = jax.random.split(key)
+    return key_level, jax.random.uniform(key_value, (d,), jnp.float32)
 
 
 def dithering(levels: int, norm: float = 2.0) -> Compressor:
@@ -159,22 +180,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
     if not norm >= 1:
         raise ValueError(f"dithering: norm must be at least 1 (or inf), got {norm}")
 
-    @partial(jax.jit, static_argnames="dtype")
-    def dequantize(scale, level, uniform, dtype):
-        # Only multiplications, scalars first, because XLA may compile x / c as x (1/c), and a (b c) as (a c) b.
-        step = tree.once(scale * jnp.asarray(1 / levels, scale.dtype))
-        value = tree.once(level.astype(scale.dtype) * step)
-        return value if uniform is None else _rounded_at_random(value, uniform, dtype)
-
-    def randomness(key, d, dtype, id):
-        """Return the key of the levels, and the uniform numbers of the second rounding (None without one)."""
-        key = jax.random.fold_in(key, id)
-        if _wide(dtype) == np.dtype(dtype):
-            return key, None
-        key_level, key_value = jax.random.split(key)
-        return key_level, jax.random.uniform(key_value, (d,), jnp.float32)
-
-    def quantize(key_level, x):
+    def quantize(key_level: Key, x: Array) -> tuple[Array, Array]:
         wide = x.astype(_wide(x.dtype))
         scale = _norm(wide, norm)
         relative = tree.once(jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels)
@@ -185,21 +191,21 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         level = jnp.minimum((low + up.astype(wide.dtype)).astype(jnp.int32), levels)
         return scale, jnp.sign(x).astype(jnp.int32) * level
 
-    def compress(key, x, id, n):
-        key_level, uniform = randomness(key, x.size, x.dtype, id)
-        return dequantize(*quantize(key_level, x), uniform, np.dtype(x.dtype))
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
+        key_level, uniform = _randomness(key, x.size, x.dtype, id)
+        return _dequantized(*quantize(key_level, x), uniform, np.dtype(x.dtype), levels)
 
-    def pack(key, x, id, n):
-        scale, level = quantize(randomness(key, x.size, x.dtype, id)[0], x)
+    def pack(key: Key, x: Array, id: ClientId, n: int) -> bytes:
+        scale, level = quantize(_randomness(key, x.size, x.dtype, id)[0], x)
         return wire.encode_values(np.asarray(scale)) + wire.encode_digits(np.asarray(level) + levels, 2 * levels + 1)
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         size = _wide(dtype).itemsize
         scale = wire.decode_values(data[:size], 1, _wide(dtype))[0]
         digits = wire.decode_digits(data[size:], d, 2 * levels + 1)
-        return dequantize(scale, digits - levels, randomness(key, d, dtype, id)[1], np.dtype(dtype))
+        return _dequantized(scale, digits - levels, _randomness(key, d, dtype, id)[1], np.dtype(dtype), levels)
 
-    def law(x):
+    def law(x: np.ndarray) -> Law:
         scale = np.linalg.norm(x, ord=norm)
         relative = np.minimum(np.abs(x) / (scale or 1.0) * levels, levels)
         low = np.floor(relative)
@@ -244,15 +250,15 @@ def scaled_sign() -> Compressor:
     [2.0, -2.0]
     """
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         total = tree.ordered_sum(jnp.abs(x).astype(_wide(x.dtype)))
         scale = tree.once((total * jnp.asarray(1 / x.size, total.dtype)).astype(x.dtype))
         return jnp.where(x < 0, -scale, scale)
 
-    def pack(key, value, id, n):
+    def pack(key: Key, value: np.ndarray, id: ClientId, n: int) -> bytes:
         return wire.encode_values(np.abs(value[:1])) + wire.to_bytes(np.signbit(value).astype(np.uint8))
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         size = np.dtype(dtype).itemsize
         scale = wire.decode_values(data[:size], 1, dtype)[0]
         return np.where(wire.from_bytes(data[size:], d) == 1, -scale, scale)

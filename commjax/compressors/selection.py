@@ -9,7 +9,9 @@ results could differ, and the mask would have too many or too few entries.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,7 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
     """Return the mask of the k largest non-negative integers; among equals, the first positions win."""
     width, d = jnp.iinfo(keys.dtype).bits - 1, keys.shape[0]
 
-    def grow(step, threshold):
+    def grow(step: Array, threshold: Array) -> Array:
         higher = threshold | (jnp.ones((), keys.dtype) << (width - 1 - step).astype(keys.dtype))
         return jnp.where(_count(keys >= higher) >= k, higher, threshold)
 
@@ -68,7 +70,7 @@ def _largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
     position = jnp.arange(d, dtype=jnp.int32)
     tie = _count(equal) > wanted
 
-    def narrow(carry):
+    def narrow(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         step, end = carry
         middle = end | (1 << step)
         enough = _count(equal & (position < middle)) >= wanted
@@ -200,18 +202,18 @@ def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[A
 
 
 @cache
-def _draw_from_top(k: int, k_top: int):
+def _draw_from_top(k: int, k_top: int) -> Callable[[Key, Int[Array, "d"]], Bool[Array, "d"]]:
     """Return a function (key, keys [d]) -> mask [d].
 
     Under vmap it handles all rows at once, with the clients on the last axis, so that the counting is vectorised.
     """
 
     @jax.custom_batching.custom_vmap
-    def draw(key, keys):
+    def draw(key: Key, keys: Array) -> Array:
         return _draw_rows(key[None], keys[None], k, k_top)[0]
 
     @draw.def_vmap
-    def rule(n, batched, key, keys):
+    def rule(n: int, batched: Sequence[bool], key: Key, keys: Array) -> tuple[Array, bool]:
         key, keys = (a if b else jnp.repeat(a[None], n, 0) for a, b in zip((key, keys), batched))
         return _draw_rows(key, keys, k, k_top), True
 
@@ -227,24 +229,25 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     n, d = keys.shape
     few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
     room = max(1, n // 8)
-    chosen, found = _accepted(key, keys, jnp.int32(0), few, k, k_top, None)
+    chosen, count = _accepted(key, keys, jnp.int32(0), few, None, k=k, k_top=k_top)
 
-    def finish(carry):
-        chosen, found = carry
-        at = jnp.nonzero(found < k, size=room, fill_value=n)[0].astype(jnp.int32)
-        own, rows = key[jnp.minimum(at, n - 1)], keys[jnp.minimum(at, n - 1)]
+    def finish(carry: _Chosen) -> _Chosen:
+        chosen, count = carry
+        at = jnp.nonzero(count < k, size=room, fill_value=n)[0].astype(jnp.int32)
+        row_keys, rows = key[jnp.minimum(at, n - 1)], keys[jnp.minimum(at, n - 1)]
 
-        def turn(carry):
-            begin, chosen, found = carry
-            return begin + many, *_accepted(own, rows, begin, many, k, k_top, (chosen, found))
+        def turn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            begin, chosen, count = carry
+            after = _accepted(row_keys, rows, begin, many, _Chosen(chosen, count), k=k, k_top=k_top)
+            return begin + many, after.positions, after.number
 
-        start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, found[jnp.minimum(at, n - 1)], k)
+        start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, count[jnp.minimum(at, n - 1)], k)
         _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k) & (carry[0] < _LAST), turn, start)
         # k candidates of a row can always be accepted; `_LAST` only makes sure that the loop ends.
         done = jnp.where(at < n, k, done)
-        return chosen.at[:, at].set(new, mode="drop"), found.at[at].set(done, mode="drop")
+        return _Chosen(chosen.at[:, at].set(new, mode="drop"), count.at[at].set(done, mode="drop"))
 
-    chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, (chosen, found))
+    chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, _Chosen(chosen, count))
     position = jnp.arange(d, dtype=jnp.int32)
     return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
 
@@ -257,32 +260,53 @@ def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
     return draws
 
 
-def _accepted(key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: int, k: int, k_top: int, before):
+class _Chosen(NamedTuple):
+    """The coordinates that were chosen so far.
+
+    Attributes:
+        positions: chosen positions [k, n], -1 in empty slots.
+        number: number of chosen positions [n].
+    """
+
+    positions: Int[Array, "k n"]
+    number: Int[Array, "n"]
+
+
+def _accepted(
+    key: Key,
+    keys: Int[Array, "n d"],
+    begin: Int[Array, ""],
+    draws: int,
+    before: _Chosen | None,
+    *,
+    k: int,
+    k_top: int,
+) -> _Chosen:
     """Test the next candidates and add the accepted ones to `before`.
 
     A candidate is one of the k_top largest if and only if fewer than k_top entries are larger.
-    Returns the chosen positions [k, n], -1 in empty slots, and the number of chosen positions [n].
     """
     n, d = keys.shape
     columns, order = keys.T, jnp.arange(draws, dtype=jnp.int32)
     candidate = _candidates(key, begin, draws, d)
-    own = jnp.take_along_axis(columns, candidate, axis=0)
+    magnitude = jnp.take_along_axis(columns, candidate, axis=0)
 
-    def add(j, total):
+    def add(j: Array, total: Array) -> Array:
         tie = (j < candidate).astype(keys.dtype)  # among equals, the first position counts as the larger
-        return total + (columns[j][None] + tie > own).astype(jnp.int32)
+        return total + (columns[j][None] + tie > magnitude).astype(jnp.int32)
 
-    start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, own)
+    start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, magnitude)
     accept = jax.lax.fori_loop(0, d, add, start, unroll=56) < k_top
     nothing = jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32)
-    chosen, found = varying_like(nothing, own) if before is None else before
+    chosen, count = varying_like(nothing, magnitude) if before is None else before
     if k > 1:  # distinct: neither accepted earlier in this call nor chosen before it
         earlier = (order[None, :] < order[:, None])[..., None]
         same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
         accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
-    place = found[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
+    place = count[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
     slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
-    return jnp.maximum(chosen, jnp.stack(slots)), jnp.minimum(found + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
+    total = jnp.minimum(count + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
+    return _Chosen(jnp.maximum(chosen, jnp.stack(slots)), total)
 
 
 def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:

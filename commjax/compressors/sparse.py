@@ -2,15 +2,26 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from commjax.compressors import exact_laws, selection, wire
-from commjax.compressors.vectors import check_count, check_k, from_value, independent, on_vectors, value_bits
+from commjax.compressors.exact_laws import Law
+from commjax.compressors.vectors import (
+    OnVector,
+    check_count,
+    check_k,
+    from_value,
+    independent,
+    on_vectors,
+    value_bits,
+)
 from commjax.core import tree
-from commjax.core.base import Compressor, Constants
+from commjax.core.base import ClientId, Compressor, Constants, Key
 
 
 def identity() -> Compressor:
@@ -36,7 +47,7 @@ def identity() -> Compressor:
     )
 
 
-def _masked(x, mask, factor=1.0):
+def _masked(x: Array, mask: Array, factor: float = 1.0) -> Array:
     """Return factor x where mask is True, else 0.
 
     The product is rounded before anything is added to it, because the rounded product is what is sent.
@@ -45,14 +56,20 @@ def _masked(x, mask, factor=1.0):
     return kept if factor == 1.0 else tree.once(tree.times(factor, kept))
 
 
-def _at_unknown_positions(name: str, k: int, compress: Callable, constants: Callable, outcomes: Callable) -> Compressor:
+def _at_unknown_positions(
+    name: str,
+    k: int,
+    compress: OnVector,
+    constants: Callable[[int, int], Constants],
+    outcomes: Callable[[np.ndarray], Law],
+) -> Compressor:
     """Build a compressor that sends k values and their positions, because the positions depend on the data."""
 
-    def pack(key, value, id, n):
+    def pack(key: Key, value: np.ndarray, id: ClientId, n: int) -> bytes:
         where = wire.support(value, k)
         return wire.encode_values(value[where]) + wire.encode_indices(where, len(value))
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         cut = k * np.dtype(dtype).itemsize
         values, value = wire.decode_values(data[:cut], k, dtype), np.zeros(d, dtype)
         value[wire.decode_indices(data[cut:], d, k)] = values
@@ -88,11 +105,11 @@ def top_k(k: int) -> Compressor:
     """
     check_count("top_k", "k", k)
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         check_k("top_k", k, x.size)
         return _masked(x, selection.top_k_mask(x, k))
 
-    def constants(d, n):
+    def constants(d: int, n: int) -> Constants:
         check_k("top_k", k, d)
         return Constants(math.sqrt(1 - k / d), 0.0, 0.0)
 
@@ -119,22 +136,22 @@ def rand_k(k: int) -> Compressor:
     """
     check_count("rand_k", "k", k)
 
-    def mask(key, d, id):
+    def mask(key: Key, d: int, id: ClientId) -> Array:
         check_k("rand_k", k, d)
         return selection.clients_mask(key, id, d, k)
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         return _masked(x, mask(key, x.size, id), x.size / k)
 
-    def pack(key, value, id, n):
+    def pack(key: Key, value: np.ndarray, id: ClientId, n: int) -> bytes:
         return wire.encode_values(value[np.asarray(mask(key, len(value), id))])
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         values, value = wire.decode_values(data, k, dtype), np.zeros(d, dtype)
         value[np.asarray(mask(key, d, id))] = values
         return value
 
-    def constants(d, n):
+    def constants(d: int, n: int) -> Constants:
         check_k("rand_k", k, d)
         return independent(n, 0.0, d / k - 1)
 
@@ -174,11 +191,11 @@ def comp(k: int, k_top: int) -> Compressor:
     if k_top < k:
         raise ValueError(f"comp: k' must be at least k = {k}, got {k_top}")
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         check_k("comp", k_top, x.size, "k'")
         return _masked(x, selection.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
 
-    def constants(d, n):
+    def constants(d: int, n: int) -> Constants:
         check_k("comp", k_top, d, "k'")
         return independent(n, math.sqrt((d - k_top) / d), (k_top - k) / k)
 
@@ -208,27 +225,27 @@ def mix(k: int, k_rand: int) -> Compressor:
     check_count("mix", "k", k)
     check_count("mix", "k'", k_rand)
 
-    def check(d):
+    def check(d: int) -> None:
         if k + k_rand > d:
             raise ValueError(f"mix: k + k' must be at most the dimension d = {d}, got {k} + {k_rand}")
 
     @jax.jit
-    def random_part(key, top, id):
+    def random_part(key: Key, top: Array, id: ClientId) -> Array:
         return selection.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
 
-    def compress(key, x, id, n):
+    def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         check(x.size)
         top = selection.top_k_mask(x, k)
         return _masked(x, top | random_part(key, top, id))
 
-    def constants(d, n):
+    def constants(d: int, n: int) -> Constants:
         check(d)
         if k + k_rand == d:
             return Constants(0.0, 0.0, 0.0)
         rest = d - k - k_rand
         return independent(n, rest / math.sqrt((d - k) * d), k_rand * rest / ((d - k) * d))
 
-    def pack(key, value, id, n):
+    def pack(key: Key, value: np.ndarray, id: ClientId, n: int) -> bytes:
         # The k largest of the message are the k largest of the vector.
         top = np.asarray(selection.top_k_mask(jnp.asarray(value), k))
         others = np.asarray(random_part(key, jnp.asarray(top), id))
@@ -238,7 +255,7 @@ def mix(k: int, k_rand: int) -> Compressor:
             + wire.encode_indices(np.flatnonzero(top), len(value))
         )
 
-    def unpack(key, data, d, dtype, id, n):
+    def unpack(key: Key, data: bytes, d: int, dtype: Any, id: ClientId, n: int) -> np.ndarray | Array:
         size = np.dtype(dtype).itemsize
         values = wire.decode_values(data[: (k + k_rand) * size], k + k_rand, dtype)
         top = np.zeros(d, bool)
@@ -248,7 +265,7 @@ def mix(k: int, k_rand: int) -> Compressor:
         value[np.asarray(random_part(key, jnp.asarray(top), id))] = values[k:]
         return value
 
-    def law(x):
+    def law(x: np.ndarray) -> Law:
         top = exact_laws.top(x, k)
         probability, value = exact_laws.subsets(x, ~top, k_rand)
         return probability, np.where(top, x, value)

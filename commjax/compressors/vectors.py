@@ -4,14 +4,24 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, PyTree
 
+from commjax.compressors.exact_laws import Law
 from commjax.core import tree
-from commjax.core.base import Compressor, Constants, Message
+from commjax.core.base import ClientId, Compressor, Constants, Key, Message
+
+# (key, x [d], id, n) -> value [d]
+OnVector = Callable[[Key, Array, ClientId, int], Array]
+# (key, x [d], id, n) -> bytes
+Pack = Callable[[Key, Array, ClientId, int], bytes]
+# (key, compressed value [d], id, n) -> bytes
+PackValue = Callable[[Key, np.ndarray, ClientId, int], bytes]
 
 
 def check_k(name: str, k: int, d: int, argument: str = "k") -> None:
@@ -41,7 +51,7 @@ def check_count(name: str, argument: str, value: object) -> None:
         raise ValueError(f"{name}: {argument} must be an integer of at least 1, got {value!r}")
 
 
-def value_bits(dtype) -> int:
+def value_bits(dtype: Any) -> int:
     """Return the number of bits of one number on the wire.
 
     Args:
@@ -67,7 +77,7 @@ def independent(n: int, eta: float, omega: float) -> Constants:
     return Constants(float(eta), float(omega), float(omega) / n)
 
 
-def from_value(compress: Callable, pack_value: Callable) -> Callable:
+def from_value(compress: OnVector, pack_value: PackValue) -> Pack:
     """Build a `pack` for `on_vectors` from an encoder of the compressed value.
 
     Args:
@@ -83,13 +93,13 @@ def from_value(compress: Callable, pack_value: Callable) -> Callable:
 def on_vectors(
     name: str,
     *,
-    compress: Callable,
-    bits: Callable,
-    pack: Callable,
-    unpack: Callable,
-    constants: Callable,
-    kept: Callable,
-    outcomes: Callable,
+    compress: OnVector,
+    bits: Callable[[Key, int, Any, ClientId, int], int | Array],
+    pack: Pack,
+    unpack: Callable[[Key, bytes, int, Any, ClientId, int], np.ndarray | Array],
+    constants: Callable[[int, int], Constants],
+    kept: Callable[[int, int], int | float],
+    outcomes: Callable[[np.ndarray], Law] | None,
 ) -> Compressor:
     """Build a compressor of pytrees that treats the pytree as one long vector of R^d.
 
@@ -107,17 +117,17 @@ def on_vectors(
         A compressor of pytrees.
     """
 
-    def on_tree(key, x, id=0, n=1):
+    def on_tree(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> Message:
         flat, unravel = ravel_pytree(x)
         flat = tree.once(flat)
-        price = jnp.asarray(bits(key, flat.size, flat.dtype, id, n), jnp.zeros(()).dtype)
-        return Message(unravel(compress(key, flat, id, n)), price)
+        length = jnp.asarray(bits(key, flat.size, flat.dtype, id, n), jnp.zeros(()).dtype)
+        return Message(unravel(compress(key, flat, id, n)), length)
 
-    def encode(key, x, id=0, n=1):
+    def encode(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> bytes:
         flat, _ = ravel_pytree(x)
         return pack(key, flat, id, n)
 
-    def decode(key, data, like, id=0, n=1):
+    def decode(key: Key, data: bytes, like: PyTree, id: ClientId = 0, n: int = 1) -> PyTree:
         leaves, treedef = jax.tree.flatten(like)
         dtype = leaves[0].dtype if len(leaves) == 1 else jnp.result_type(*leaves)
         flat = np.asarray(unpack(key, data, tree.size(like), dtype, id, n))
@@ -127,24 +137,30 @@ def on_vectors(
         parts = [flat[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends)]
         return treedef.unflatten([part.astype(leaf.dtype, copy=False) for part, leaf in zip(parts, leaves)])
 
-    def length(key, like, id=0, n=1):
+    def length(key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
         dtype = dtypes[0] if len(dtypes) == 1 else jnp.result_type(*dtypes)
         return int(bits(key, tree.size(like), dtype, id, n)) // 8
 
+    def constants_of(d: int, n: int = 1) -> Constants:
+        return constants(d, n)
+
+    def kept_of(d: int, n: int = 1) -> int | float:
+        return kept(d, n)
+
     return Compressor(
         name,
         on_tree,
-        lambda d, n=1: constants(d, n),
+        constants_of,
         encode,
         decode,
-        lambda d, n=1: kept(d, n),
+        kept_of,
         outcomes,
         length=length,
     )
 
 
-def payload_bytes(compressor: Compressor, key, like, id=0, n: int = 1) -> int:
+def payload_bytes(compressor: Compressor, key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
     """Return the length of a message in bytes, on the host, as an exact integer at any size.
 
     Args:
@@ -185,26 +201,26 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         return compressor if isinstance(compressor, Compressor) else compressor(d)
 
     @partial(jax.jit, static_argnames="count")
-    def keys_of(key, count):
+    def keys_of(key: Key, count: int) -> list[Key]:
         """Return the key of each leaf, with one program for all leaves."""
         return [jax.random.fold_in(key, i) for i in range(count)]
 
-    def lengths(key, like, id, n):
+    def lengths(key: Key, like: PyTree, id: ClientId, n: int) -> tuple[list[Key], list[int]]:
         """Return the key of each leaf and the exact length of its message, which may depend on the round."""
         flat = jax.tree.leaves(like)
         keys = keys_of(key, len(flat))
         return keys, [payload_bytes(at(tree.size(leaf)), k, leaf, id, n) for k, leaf in zip(keys, flat)]
 
-    def length(key, like, id=0, n=1):
+    def length(key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
         return sum(lengths(key, like, id, n)[1])
 
-    def leaves(key, x):
+    def leaves(key: Key, x: PyTree) -> tuple[list[tuple[Key, Any, Compressor]], Any]:
         flat, treedef = jax.tree.flatten(x)
         return [(jax.random.fold_in(key, i), leaf, at(math.prod(leaf.shape))) for i, leaf in enumerate(flat)], treedef
 
-    def compress(key, x, id=0, n=1):
+    def compress(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> Message:
         parts, treedef = leaves(key, x)
-        messages = [one.compress(k, leaf, id, n) for k, leaf, one in parts]
+        messages = [at_leaf.compress(k, leaf, id, n) for k, leaf, at_leaf in parts]
         return Message(
             treedef.unflatten([m.value for m in messages]), sum((m.bits for m in messages), start=jnp.zeros(()))
         )
@@ -213,11 +229,11 @@ def leafwise(compressor: Compressor | Callable[[int], Compressor]) -> Compressor
         sizes = [sizes] if isinstance(sizes, int) else sizes
         return Constants(*(max(values) for values in zip(*(at(d).constants(d, n) for d in sizes))))
 
-    def encode(key, x, id=0, n=1):
+    def encode(key: Key, x: PyTree, id: ClientId = 0, n: int = 1) -> bytes:
         # No length prefix: the receiver computes the length of each leaf's message with `lengths`.
-        return b"".join(one.encode(k, leaf, id, n) for k, leaf, one in leaves(key, x)[0])
+        return b"".join(at_leaf.encode(k, leaf, id, n) for k, leaf, at_leaf in leaves(key, x)[0])
 
-    def decode(key, data, like, id=0, n=1):
+    def decode(key: Key, data: bytes, like: PyTree, id: ClientId = 0, n: int = 1) -> PyTree:
         flat, treedef = jax.tree.flatten(like)
         keys, sizes = lengths(key, like, id, n)
         ends = [*accumulate(sizes)]

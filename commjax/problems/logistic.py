@@ -1,5 +1,7 @@
 """Logistic regression with a convex or nonconvex regulariser: the losses in JAX, constants and optimum on the host."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def softplus(z: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 @softplus.defjvp
-def _softplus_jvp(primals, tangents):
+def _softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (z,), (dz,) = primals, tangents
     # The derivative 1 / (1 + exp(-z)) is computed from exp(-|z|) too, so that it does not overflow.
     small = jnp.exp(-jnp.abs(z))
@@ -72,8 +74,8 @@ def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -
     Returns:
         f_i(x).
 
-    >>> one = ClientData(jnp.ones((1, 2)), jnp.ones(1), jnp.ones(1))
-    >>> print(f"{loss(jnp.zeros(2), one, 0.1):.4f}")
+    >>> row = ClientData(jnp.ones((1, 2)), jnp.ones(1), jnp.ones(1))
+    >>> print(f"{loss(jnp.zeros(2), row, 0.1):.4f}")
     0.6931
     """
     half_mu = jnp.asarray(mu, params.dtype) / 2
@@ -96,8 +98,8 @@ def nonconvex_loss(params: Float[Array, "d"], data: ClientData | Columns, lam: A
     Returns:
         f_i(x).
 
-    >>> one = ClientData(jnp.zeros((1, 2)), jnp.ones(1), jnp.ones(1))
-    >>> print(f"{nonconvex_loss(jnp.ones(2), one, 0.5) - jnp.log(2):.4f}")
+    >>> row = ClientData(jnp.zeros((1, 2)), jnp.ones(1), jnp.ones(1))
+    >>> print(f"{nonconvex_loss(jnp.ones(2), row, 0.5) - jnp.log(2):.4f}")
     0.5000
     """
     square = params**2
@@ -194,9 +196,9 @@ def reproduce_tab10(dataset: Dataset, rows: Rows, mu: float = 0.1) -> Smoothness
     array([2., 5.])
     """
     _check_weight("mu", mu)
-    found = smoothness(_curvatures(dataset, rows) + 2 * mu, mu=mu)
+    pooled = smoothness(_curvatures(dataset, rows) + 2 * mu, mu=mu)
     # Pooling weighs clients by their number of rows, so L <= L_tilde need not hold and is not checked.
-    return found._replace(L=_lambda_max(dataset.features) / (4 * len(dataset.features)) + 2 * mu)
+    return pooled._replace(L=_lambda_max(dataset.features) / (4 * len(dataset.features)) + 2 * mu)
 
 
 def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
@@ -250,7 +252,8 @@ def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_ite
     used = weights > 0
     A = dataset.labels[used, None] * dataset.features[used]
     d = A.shape[1]
-    return _newton(A, np.zeros(len(A)), weights[used], mu, np.zeros(d), 0.0, tol, max_iterations)
+    objective = _Objective(A, np.zeros(len(A)), weights[used], mu, np.zeros(d), 0.0)
+    return _newton(objective, tol, max_iterations)
 
 
 def flix_optimum(
@@ -259,6 +262,7 @@ def flix_optimum(
     mu: float,
     alpha: ArrayLike,
     anchors: Float[np.ndarray, "n d"],
+    *,
     tol: float = 1e-12,
     max_iterations: int = 100,
 ) -> Optimum:
@@ -292,20 +296,35 @@ def flix_optimum(
         raise ValueError(f"alpha={alpha}; allowed: in [0, 1], and at least one above 0")
     fixed = (1 - alphas)[:, None] * anchors
     signed = [dataset.labels[ids, None] * dataset.features[ids] for ids in rows]
-    A = np.concatenate([one * part for one, part in zip(alphas, signed, strict=True)])
-    offset = np.concatenate([part @ one for part, one in zip(signed, fixed, strict=True)])
+    A = np.concatenate([weight * part for weight, part in zip(alphas, signed, strict=True)])
+    offset = np.concatenate([part @ anchor for part, anchor in zip(signed, fixed, strict=True)])
     weights = np.repeat([1 / (n * len(ids)) for ids in rows], [len(ids) for ids in rows])
     linear, constant = mu * np.mean(alphas[:, None] * fixed, axis=0), mu / 2 * np.sum(fixed**2) / n
     ridge = mu * float(np.mean(alphas**2))
-    return _newton(A, offset, weights, ridge, linear, float(constant), tol * alphas.max(), max_iterations)
+    objective = _Objective(A, offset, weights, ridge, linear, float(constant))
+    return _newton(objective, tol * alphas.max(), max_iterations)
 
 
-def _newton(A, offset, weights, ridge, linear, constant, tol, max_iterations) -> Optimum:
-    """Minimise sum_r weights_r log(1 + exp(-(A x + offset)_r)) + ridge/2 |x|^2 + <linear, x> + constant."""
+class _Objective(NamedTuple):
+    """sum_r weights_r log(1 + exp(-(A x + offset)_r)) + ridge/2 |x|^2 + <linear, x> + constant."""
 
-    def value(x: np.ndarray) -> float:
-        return float(weights @ np.logaddexp(0, -(A @ x + offset)) + ridge / 2 * x @ x + linear @ x + constant)
+    A: Float[np.ndarray, "N d"]
+    offset: Float[np.ndarray, "N"]
+    weights: Float[np.ndarray, "N"]
+    ridge: float
+    linear: Float[np.ndarray, "d"]
+    constant: float
 
+    def value(self, x: Float[np.ndarray, "d"]) -> float:
+        """Return the objective at x."""
+        fit = self.weights @ np.logaddexp(0, -(self.A @ x + self.offset))
+        return float(fit + self.ridge / 2 * x @ x + self.linear @ x + self.constant)
+
+
+def _newton(objective: _Objective, tol: float, max_iterations: int) -> Optimum:
+    """Minimise the objective by a damped Newton method."""
+    A, offset, weights, ridge, linear, _ = objective
+    value = objective.value
     x, norm = np.zeros(A.shape[1]), np.inf
     for _ in range(max_iterations):
         margin = A @ x + offset
@@ -318,9 +337,9 @@ def _newton(A, offset, weights, ridge, linear, constant, tol, max_iterations) ->
         hessian[np.diag_indices_from(hessian)] += ridge
         direction = -np.linalg.solve(hessian, gradient)
         # Near the optimum the decrease is smaller than the rounding error. The tolerance lets the full step pass.
-        here, slope, rounding = value(x), gradient @ direction, 1e-14
+        current, slope, rounding = value(x), gradient @ direction, 1e-14
         step = 1.0
-        while step > 1e-10 and value(x + step * direction) > here + step * slope / 4 + rounding * abs(here):
+        while step > 1e-10 and value(x + step * direction) > current + step * slope / 4 + rounding * abs(current):
             step /= 2
         x = x + step * direction
     raise RuntimeError(f"|grad f| = {norm:.3g} after {max_iterations} Newton steps; asked for tol={tol:g}")

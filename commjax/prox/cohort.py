@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from commjax.core import rounds
 from commjax.core.base import Key, Params, State
-from commjax.prox.solvers.base import LocalOracle, Oracle
+from commjax.prox.solvers.base import LocalOracle, Oracle, Vector
 from commjax.sampling.samplings import Draw, Sampling
 
 
@@ -72,14 +72,14 @@ class Hubs(NamedTuple):
         >>> Hubs.make([0, 0, 1]).count
         2
         """
-        found = np.asarray(of)
-        used = np.unique(found)
-        if found.ndim != 1 or not np.array_equal(used, np.arange(len(used))):
-            raise ValueError(f"hubs={found}; allowed: one number a client, every number from 0 on used")
-        return Hubs(found, len(used))
+        hubs = np.asarray(of)
+        used = np.unique(hubs)
+        if hubs.ndim != 1 or not np.array_equal(used, np.arange(len(used))):
+            raise ValueError(f"hubs={hubs}; allowed: one number a client, every number from 0 on used")
+        return Hubs(hubs, len(used))
 
 
-def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohort:
+def gather(draw: Draw, ids: Int[Array, "n"], batch: PyTree, axis_name: str | None, hubs: Hubs | None = None) -> Cohort:
     """Return the rows of the cohort's clients.
 
     Without a mesh these are the m drawn rows.  On a mesh these are all rows of the device, with weight 0 for the
@@ -95,13 +95,16 @@ def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohor
     Returns:
         The cohort.
     """
-    of = (lambda at: None) if hubs is None else (lambda at: jnp.asarray(hubs.of)[at])
+
+    def hub_of(clients: Array) -> Array | None:
+        return None if hubs is None else jnp.asarray(hubs.of)[clients]
+
     if axis_name is None:
         place = jnp.argsort(ids)[draw.ids]  # because ids may be in any order
-        return Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights, of(draw.ids))
+        return Cohort(jax.tree.map(lambda leaf: leaf[place], batch), draw.weights, hub_of(draw.ids))
     n = rounds.count(ids, axis_name)
     weights = jnp.zeros(n, draw.weights.dtype).at[draw.ids].add(jnp.where(draw.mask, draw.weights, 0))
-    return Cohort(batch, jnp.where(rounds.real(len(ids), axis_name), weights[ids], 0), of(ids))
+    return Cohort(batch, jnp.where(rounds.real(len(ids), axis_name), weights[ids], 0), hub_of(ids))
 
 
 def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
@@ -121,12 +124,12 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
     if hub is None:
         return rounds.mean(rows, axis_name, weights * rounds.count(weights, axis_name))
 
-    def one(leaf):
+    def leaf_sum(leaf: Array) -> Array:
         weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
         at_hubs = jax.ops.segment_sum(weighted, hub, hubs)
         return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, axis_name), axis=0)
 
-    return jax.tree.map(one, rows)
+    return jax.tree.map(leaf_sum, rows)
 
 
 def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
@@ -140,19 +143,20 @@ def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
     Returns:
         One number.
     """
-    found = jnp.max(jnp.where(cohort.weights > 0, rows, jnp.zeros_like(rows)))
-    return found if axis_name is None else jax.lax.pmax(found, axis_name)
+    local = jnp.max(jnp.where(cohort.weights > 0, rows, jnp.zeros_like(rows)))
+    return local if axis_name is None else jax.lax.pmax(local, axis_name)
 
 
 def prox_oracle(
-    loss: Callable,
-    unravel: Callable,
+    loss: Callable[[Params, PyTree], Array],
+    unravel: Callable[[Vector], Params],
     cohort: Cohort,
-    center: Array,
+    center: Vector,
     gamma: Any,
+    *,
     axis_name: str | None = None,
     hubs: int = 1,
-    pool: Callable | None = None,
+    pool: Callable[[PyTree, Array], PyTree] | None = None,
 ) -> Oracle:
     """Build the oracle of the cohort's prox objective, of its derivatives, and of each client's part.
 
@@ -175,49 +179,44 @@ def prox_oracle(
     gamma = jnp.asarray(gamma, center.dtype)
     weights = cohort.weights.astype(center.dtype)
 
-    def one(x, data):
+    def client_loss(x: Vector, data: PyTree) -> Array:
         return loss(unravel(x), data)
 
-    def summed(function):
-        """Return x -> the weighted sum of function(x, data) over the clients: one aggregation."""
-
-        def at(x):
-            x = rounds.broadcast(x, axis_name)
-            return add_up(jax.vmap(function, in_axes=(None, 0))(x, cohort.data), cohort, weights, axis_name, hubs)
-
-        return at
+    def summed(function: Callable[[Vector, PyTree], PyTree], x: Vector) -> PyTree:
+        """Return the weighted sum of function(x, data) over the clients: one aggregation."""
+        x = rounds.broadcast(x, axis_name)
+        return add_up(jax.vmap(function, in_axes=(None, 0))(x, cohort.data), cohort, weights, axis_name, hubs)
 
     total = jnp.sum(weights)
     pooled = None if pool is None or axis_name is not None else pool(cohort.data, weights / total)
 
-    def together(x):
+    def together(x: Vector) -> Array:
         if pooled is not None:
-            return total * one(x, pooled)
-        return weights @ jax.vmap(one, in_axes=(None, 0))(x, cohort.data)
+            return total * client_loss(x, pooled)
+        return weights @ jax.vmap(client_loss, in_axes=(None, 0))(x, cohort.data)
 
-    def fit_together(x):
-        """Differentiate the sum instead of each client's part: this is one matrix product."""
-        found = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
-        return found if axis_name is None else jax.lax.psum(found, axis_name)
+    def fit(x: Vector) -> tuple[Array, Vector]:
+        if cohort.hub is not None:
+            return summed(jax.value_and_grad(client_loss), x)
+        # Differentiate the sum instead of each client's part: this is one matrix product.
+        local = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
+        return local if axis_name is None else jax.lax.psum(local, axis_name)
 
-    fit = fit_together if cohort.hub is None else summed(jax.value_and_grad(one))
-    fit_hessian = summed(jax.hessian(one))
-
-    def value_and_grad(x):
+    def value_and_grad(x: Vector) -> tuple[Array, Vector]:
         value, grad = fit(x)
         away = x - center
         return value + jnp.vdot(away, away) / (2 * gamma), grad + away / gamma
 
-    def hessian(x):
-        return fit_hessian(x) + jnp.eye(x.shape[0], dtype=x.dtype) / gamma
+    def hessian(x: Vector) -> Float[Array, "d d"]:
+        return summed(jax.hessian(client_loss), x) + jnp.eye(x.shape[0], dtype=x.dtype) / gamma
 
-    def own(x, data):
+    def client_objective(x: Vector, data: PyTree) -> Array:
         away = x - center
-        return total * one(x, data) + jnp.vdot(away, away) / (2 * gamma)
+        return total * client_loss(x, data) + jnp.vdot(away, away) / (2 * gamma)
 
     local = LocalOracle(
-        lambda rows: jax.vmap(jax.value_and_grad(own))(rows, cohort.data),
-        lambda rows: jax.vmap(jax.hessian(own))(rows, cohort.data),
+        lambda rows: jax.vmap(jax.value_and_grad(client_objective))(rows, cohort.data),
+        lambda rows: jax.vmap(jax.hessian(client_objective))(rows, cohort.data),
         weights / total,
     )
     return Oracle(value_and_grad, hessian, local if axis_name is None else None)
@@ -235,7 +234,7 @@ def shares(draw: Draw) -> Array:
     return draw.mask.astype(draw.weights.dtype) / jnp.sum(draw.mask, dtype=draw.weights.dtype)
 
 
-def price(draw: Draw, n: int, params: Params) -> Array:
+def upload_bits(draw: Draw, n: int, params: Params) -> Array:
     """Return the bits of one vector from each member, as a mean over all n clients.
 
     Args:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from commjax.core.base import Params
@@ -26,7 +27,7 @@ class Regularizer(NamedTuple):
     prox: Callable[[Array | float, Params], Params]
 
 
-def _separable(value: Callable, prox: Callable) -> Regularizer:
+def _separable(value: Callable[[Array], Array], prox: Callable[[Array, Array], Array]) -> Regularizer:
     """Build R(x) = sum_j value(x_j); `prox` receives gamma in the leaf's dtype."""
 
     def total(params: PyTree) -> Array:
@@ -34,7 +35,7 @@ def _separable(value: Callable, prox: Callable) -> Regularizer:
         start = jnp.zeros(())
         return sum((jnp.sum(value(leaf), dtype=start.dtype) for leaf in jax.tree.leaves(params)), start=start)
 
-    def each(gamma, params):
+    def each(gamma: ArrayLike, params: Params) -> Params:
         return jax.tree.map(lambda leaf: prox(jnp.asarray(gamma).astype(leaf.dtype), leaf), params)
 
     return Regularizer(total, each)
@@ -98,10 +99,10 @@ def elastic_net(weight_l1: float, weight_l2: float) -> Regularizer:
     _weight("elastic_net", "weight_l1", weight_l1)
     _weight("elastic_net", "weight_l2", weight_l2)
 
-    def value(x):
+    def value(x: Array) -> Array:
         return weight_l1 * jnp.abs(x) + weight_l2 / 2 * x**2
 
-    def prox(gamma, x):
+    def prox(gamma: Array, x: Array) -> Array:
         shrunk = jnp.maximum(jnp.abs(x) - gamma * weight_l1, 0)
         return jnp.sign(x) * shrunk / (1 + gamma * weight_l2)
 
@@ -124,7 +125,7 @@ def box(low: float, high: float) -> Regularizer:
     if not low <= high:
         raise ValueError(f"box: low must be at most high, got [{low}, {high}]")
 
-    def value(x):
+    def value(x: Array) -> Array:
         return jnp.where((x >= low) & (x <= high), 0.0, jnp.inf)
 
     return _separable(value, lambda gamma, x: jnp.clip(x, low, high))

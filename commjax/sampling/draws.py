@@ -63,7 +63,18 @@ class Sampling(NamedTuple):
     smoothness: Callable[[ArrayLike], float]
 
 
-def build(name, p, shares, size, pick, mu, variance, outcomes, smoothness) -> Sampling:
+def build(
+    name: str,
+    p: Vector,
+    shares: Vector,
+    size: int,
+    pick: Callable[[Key], tuple[Int[Array, "m"], Bool[Array, "m"]]],
+    *,
+    mu: Callable[[Vector], Any],
+    variance: Callable[[Rows], Any],
+    outcomes: Callable[[], Outcomes],
+    smoothness: Callable[[Vector], Any],
+) -> Sampling:
     """Build a `Sampling` that validates the arguments of `mu`, `variance` and `smoothness`.
 
     Args:

@@ -17,10 +17,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from commjax.core.base import Key
-from commjax.sampling.draws import Clusters, Draw, Sampling, Vector, build, check_size, distribution, partition, squares
+from commjax.sampling.draws import (
+    Clusters,
+    Draw,
+    Outcomes,
+    Rows,
+    Sampling,
+    Vector,
+    build,
+    check_size,
+    distribution,
+    partition,
+    squares,
+)
+from commjax.sampling.picks import Slots, choose, everyone, sorted_cohort, subset, with_others
 from commjax.theory.sppm import nice_variance
 
 __all__ = [
@@ -37,25 +49,6 @@ __all__ = [
     "stratified",
     "stratified_of",
 ]
-
-
-def _choose(key: Key, p: Vector) -> Int[Array, ""]:
-    """Draw one index with probabilities p, resolved to about 1e-7 in float32."""
-    steps = jnp.asarray(np.cumsum(p)[:-1], float)
-    return jnp.searchsorted(steps, jax.random.uniform(key, dtype=steps.dtype), side="right").astype(jnp.int32)
-
-
-def _subset(key: Key, n: int, size: int) -> Int[Array, "m"]:
-    return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32))[:size]
-
-
-def _everyone(ids: Int[Array, "m"]) -> tuple[Int[Array, "m"], Bool[Array, "m"]]:
-    return ids, jnp.ones(ids.shape, bool)
-
-
-def _with_others(own: Vector, total: float, tau: int, n: int) -> Vector:
-    """Return L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: given client i, the others are as likely as in nice sampling."""
-    return own + (total - own) * ((tau - 1) / (n - 1) if n > 1 else 0)
 
 
 def full(n: int) -> Sampling:
@@ -80,7 +73,7 @@ def full(n: int) -> Sampling:
         p=np.ones(n),
         shares=np.full(n, 1 / n),
         size=n,
-        pick=lambda key: _everyone(jnp.arange(n, dtype=jnp.int32)),
+        pick=lambda key: everyone(jnp.arange(n, dtype=jnp.int32)),
         mu=np.mean,
         variance=lambda a: 0.0,
         outcomes=lambda: iter([(1.0, tuple(range(n)))]),
@@ -111,7 +104,7 @@ def nonuniform(p: Any) -> Sampling:
         p=p,
         shares=p,
         size=1,
-        pick=lambda key: _everyone(_choose(key, p)[None]),
+        pick=lambda key: everyone(choose(key, p)[None]),
         mu=lambda mu: np.min(mu / (n * p)),
         variance=lambda a: np.sum(squares(a) / p) / n**2,
         outcomes=lambda: ((float(p[i]), (i,)) for i in range(n)),
@@ -165,11 +158,11 @@ def nice(n: int, tau: int) -> Sampling:
         p=np.full(n, tau / n),
         shares=np.full(n, 1 / n),
         size=tau,
-        pick=lambda key: _everyone(_subset(key, n, tau)),
+        pick=lambda key: everyone(subset(key, n, tau)),
         mu=lambda mu: np.sort(mu)[:tau].mean(),
         variance=lambda a: nice_variance(n, tau, squares(a).mean()),
         outcomes=lambda: ((1 / math.comb(n, tau), ids) for ids in combinations(range(n), tau)),
-        smoothness=lambda L: np.max(_with_others(L, L.sum(), tau, n)) / tau,
+        smoothness=lambda L: np.max(with_others(L, L.sum(), tau, n)) / tau,
     )
 
 
@@ -199,8 +192,8 @@ def block(clusters: Clusters, q: Any = None) -> Sampling:
     if len(q) != b:
         raise ValueError(f"q has {len(q)} entries; allowed: one for each of the {b} clusters")
 
-    def pick(key):
-        j = _choose(key, q)
+    def pick(key: Key) -> Slots:
+        j = choose(key, q)
         return jnp.asarray(parts.table)[j], jnp.arange(parts.sizes.max()) < jnp.asarray(parts.sizes)[j]
 
     return build(
@@ -211,13 +204,9 @@ def block(clusters: Clusters, q: Any = None) -> Sampling:
         pick=pick,
         mu=lambda mu: min(mu[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)),
         variance=lambda a: np.sum(squares(parts.sums(a)) / q) / n**2,
-        outcomes=lambda: ((float(q[j]), _cohort(ids)) for j, ids in enumerate(parts.members)),
+        outcomes=lambda: ((float(q[j]), sorted_cohort(ids)) for j, ids in enumerate(parts.members)),
         smoothness=lambda L: np.max([L[ids].sum() / (n * q[j]) for j, ids in enumerate(parts.members)]),
     )
-
-
-def _cohort(ids: Any) -> tuple[int, ...]:
-    return tuple(sorted(int(i) for i in ids))
 
 
 def stratified(clusters: Clusters) -> Sampling:
@@ -266,34 +255,35 @@ def stratified_of(clusters: Clusters, c: int) -> Sampling:
     n, q, sizes = len(parts.of), len(parts.sizes), parts.sizes
     check_size("c", c, q, "the number of clusters")
 
-    def pick(key):
+    def pick(key: Key) -> Slots:
         key_clusters, key_client = jax.random.split(key)
-        chosen = jnp.arange(q, dtype=jnp.int32) if c == q else _subset(key_clusters, q, c)
+        chosen = jnp.arange(q, dtype=jnp.int32) if c == q else subset(key_clusters, q, c)
         at = jax.random.randint(key_client, (c,), 0, jnp.asarray(sizes, jnp.int32)[chosen])
-        return _everyone(jnp.asarray(parts.table)[chosen, at])
+        return everyone(jnp.asarray(parts.table)[chosen, at])
 
-    def mu(values):
+    def mu(values: Vector) -> float:
         least = [size * values[ids].min() for size, ids in zip(sizes, parts.members)]
         return q / (n * c) * sum(sorted(least)[:c])
 
-    def variance(a):
+    def variance(a: Rows) -> float:
         inside = q / (n**2 * c) * np.sum(sizes**2 * parts.variances(a))
         return inside + (q / n) ** 2 * nice_variance(q, c, squares(parts.sums(a)).mean())
 
-    def outcomes():
+    def outcomes() -> Outcomes:
         for chosen in combinations(range(q), c):
             chance = 1 / (math.comb(q, c) * math.prod(int(sizes[j]) for j in chosen))
             for ids in product(*(parts.members[j] for j in chosen)):
-                yield chance, _cohort(ids)
+                yield chance, sorted_cohort(ids)
 
-    def smoothness(L):
+    def smoothness(L: Vector) -> float:
         largest, sums = (np.array([f(L[ids]) for ids in parts.members]) for f in (np.max, np.sum))
         # The largest client of the cluster itself is certain; each other cluster adds its mean if it is chosen.
         others = (sums.sum() - sums) * ((c - 1) / (q - 1) if q > 1 else 0)
         return q / (n * c) * np.max(sizes * largest + others)
 
     p = (c / (q * sizes))[parts.of]
-    return build(f"stratified({c} of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)
+    name = f"stratified({c} of {q})"
+    return build(name, p, p / c, c, pick, mu=mu, variance=variance, outcomes=outcomes, smoothness=smoothness)
 
 
 def block_of(clusters: Clusters, c: int) -> Sampling:
@@ -320,31 +310,32 @@ def block_of(clusters: Clusters, c: int) -> Sampling:
     n, q, sizes = len(parts.of), len(parts.sizes), parts.sizes
     check_size("c", c, int(sizes.min()), "the smallest cluster")
 
-    def pick(key):
+    def pick(key: Key) -> Slots:
         key_cluster, key_clients = jax.random.split(key)
         j = jax.random.randint(key_cluster, (), 0, q)
         order = jax.random.uniform(key_clients, (int(sizes.max()),))
         filled = jnp.arange(sizes.max()) < jnp.asarray(sizes)[j]
-        return _everyone(jnp.asarray(parts.table)[j, jax.lax.top_k(jnp.where(filled, order, -1.0), c)[1]])
+        return everyone(jnp.asarray(parts.table)[j, jax.lax.top_k(jnp.where(filled, order, -1.0), c)[1]])
 
-    def mu(values):
+    def mu(values: Vector) -> float:
         return min(q * size / n * np.sort(values[ids])[:c].mean() for size, ids in zip(sizes, parts.members))
 
-    def variance(a):
+    def variance(a: Rows) -> float:
         centre = squares(parts.sums(a) / sizes[:, None])
         spread = [nice_variance(int(m), c, v) for m, v in zip(sizes, parts.variances(a))]
         return q / n**2 * np.sum(sizes**2 * (centre + np.array(spread)))
 
-    def outcomes():
+    def outcomes() -> Outcomes:
         for ids in parts.members:
-            for chosen in combinations(_cohort(ids), c):
+            for chosen in combinations(sorted_cohort(ids), c):
                 yield 1 / (q * math.comb(len(ids), c)), chosen
 
-    def smoothness(L):
+    def smoothness(L: Vector) -> float:
         return max(
-            q * m / (n * c) * np.max(_with_others(L[ids], L[ids].sum(), c, int(m)))
+            q * m / (n * c) * np.max(with_others(L[ids], L[ids].sum(), c, int(m)))
             for m, ids in zip(sizes, parts.members)
         )
 
     p = (c / (q * sizes))[parts.of]
-    return build(f"block({c} of one of {q})", p, p / c, c, pick, mu, variance, outcomes, smoothness)
+    name = f"block({c} of one of {q})"
+    return build(name, p, p / c, c, pick, mu=mu, variance=variance, outcomes=outcomes, smoothness=smoothness)

@@ -163,7 +163,9 @@ def inverse_theta(r: float, alpha: float, r_av: float, regime: str = "pl") -> fl
     return r_av / (_half_gap(r, alpha) * math.sqrt((1 + r) / 2))
 
 
-def stepsize(L: float, L_tilde: float, eta: float, omega: float, lam: float, r_av: float, regime: str = "pl") -> float:
+def stepsize(
+    L: float, L_tilde: float, eta: float, omega: float, lam: float, r_av: float, *, regime: str = "pl"
+) -> float:
     """Return the largest stepsize of the theorems.
 
         gamma = 1 / (L + L_tilde sqrt(r_av/r) / s),   with 2L instead of L under KL

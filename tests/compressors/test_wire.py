@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commjax.compressors import comp, identity, leafwise, m_nice, perm_k, rand_k, scaled_sign, top_k, wire
+from commjax.compressors import comp, identity, index_codes, leafwise, m_nice, perm_k, rand_k, scaled_sign, top_k, wire
 from commjax.compressors.joint import _block
 from commjax.core import conventions
 from tests.compressors.zoo import ZOO, cloud
@@ -186,11 +186,11 @@ def test_ranks_next_to_a_binomial_coefficient_come_back(d, k):
     """The decoder starts from a guess in floating point: it must not be off by one where C(c, k) begins."""
     for c in (c for c in (k, k + 1, 2 * k, d // 2, d - 1) if k <= c < d):
         for rank in {math.comb(c, k) - 1, math.comb(c, k), math.comb(d, k) - 1}:
-            indices = wire._unrank(rank, d, k)
+            indices = index_codes._unrank(rank, d, k)
             assert np.all(np.diff(indices) > 0) and indices[0] >= 0 and indices[-1] < d
-            assert wire._rank(indices) == rank
-        assert wire._unrank(math.comb(c, k), d, k)[-1] == c
-        assert wire._unrank(math.comb(c, k) - 1, d, k)[-1] == c - 1
+            assert index_codes._rank(indices) == rank
+        assert index_codes._unrank(math.comb(c, k), d, k)[-1] == c
+        assert index_codes._unrank(math.comb(c, k) - 1, d, k)[-1] == c - 1
 
 
 @pytest.mark.parametrize("d", [66, 100, 112, 1000, 10**5, 10**6])

@@ -86,7 +86,7 @@ def local_grads(rows):
     return np.einsum("ijk,ik->ij", A, rows - OWN)
 
 
-def fed_adam_by_hand(rounds, local_steps, stepsize, rate, b1=0.9, b2=0.99, tau=1e-3):
+def fed_adam_by_hand(rounds, local_steps, stepsize, rate, *, b1=0.9, b2=0.99, tau=1e-3):
     x, m, v = CENTER, np.zeros(D), np.full(D, tau**2)
     for _ in range(rounds):
         rows = np.tile(x, (M, 1))

@@ -75,12 +75,25 @@ def oracle_of(data, gamma, center, counted=False):
     return oracle._replace(value_and_grad=value_and_grad) if counted else oracle
 
 
-def solution(name, smooth, gamma, start, budget, tolerance, center, data, counted):
-    solver = ALL[name](smooth + 1 / gamma, jnp.asarray(MU, center.dtype) + 1 / gamma)
-    return solver(oracle_of(data, gamma, center, counted), start, budget, tolerance)
+class Case(NamedTuple):
+    """What a run is given beside its solver; all of it is traced."""
+
+    smooth: Any
+    gamma: Any
+    start: Any
+    budget: Any
+    tolerance: Any
+    center: Any
+    data: Any
 
 
-compiled = jit(solution, static_argnums=(0, 8))
+def solution(name, case, counted=False):
+    solver = ALL[name](case.smooth + 1 / case.gamma, jnp.asarray(MU, case.center.dtype) + 1 / case.gamma)
+    oracle = oracle_of(case.data, case.gamma, case.center, counted)
+    return solver(oracle, case.start, case.budget, case.tolerance)
+
+
+compiled = jit(solution, static_argnums=(0, 2))
 
 
 def run(
@@ -89,6 +102,7 @@ def run(
     gamma=5.0,
     budget=2000,
     tolerance=1e-9,
+    *,
     start=CENTER,
     center=CENTER,
     data=None,
@@ -98,9 +112,8 @@ def run(
     POINTS.clear()
     smooth, gamma, start, center = (jnp.asarray(value, dtype) for value in (SMOOTH[kind], gamma, start, center))
     data = jax.tree.map(jnp.asarray, PROBLEMS[kind] if data is None else data)
-    result = compiled(
-        name, smooth, gamma, start, jnp.asarray(budget), jnp.asarray(tolerance), center, data, dtype == np.float64
-    )
+    case = Case(smooth, gamma, start, jnp.asarray(budget), jnp.asarray(tolerance), center, data)
+    result = compiled(name, case, dtype == np.float64)
     jax.block_until_ready(result)
     jax.effects_barrier()
     return result

@@ -47,9 +47,9 @@ def test_whether_a_client_takes_part_does_not_depend_on_the_order_of_ids():
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_the_devices_agree_on_who_takes_part_and_weigh_them_to_a_mean(devices):
     def drawn(ids):
-        here = rounds.cohort(KEY, ids, 3, parallel.AXIS)
-        assert here.at is None
-        return here.member, here.weights
+        drawn_cohort = rounds.cohort(KEY, ids, 3, parallel.AXIS)
+        assert drawn_cohort.at is None
+        return drawn_cohort.member, drawn_cohort.weights
 
     spec = P(parallel.AXIS)
     mesh = parallel.client_mesh(devices)
@@ -60,13 +60,13 @@ def test_the_devices_agree_on_who_takes_part_and_weigh_them_to_a_mean(devices):
 
 def test_only_the_rows_of_the_members_are_taken_and_put_back():
     rows = {"id": IDS, "x": jnp.arange(2.0 * N).reshape(N, 2)}
-    here = rounds.cohort(KEY, IDS, 3)
+    drawn_cohort = rounds.cohort(KEY, IDS, 3)
     member = np.asarray(rounds.cohort_members(KEY, IDS, N, 3))
-    taken = here.take(rows)
+    taken = drawn_cohort.take(rows)
     np.testing.assert_array_equal(taken["id"], np.flatnonzero(member))
     np.testing.assert_array_equal(taken["x"], rows["x"][member])
-    assert here.weights is None
-    put = here.put(rows, jax.tree.map(lambda leaf: -leaf - 1, taken))
+    assert drawn_cohort.weights is None
+    put = drawn_cohort.put(rows, jax.tree.map(lambda leaf: -leaf - 1, taken))
     np.testing.assert_array_equal(put["x"], np.where(member[:, None], -rows["x"] - 1, rows["x"]))
     masked = rounds.Cohort(jnp.asarray(member), None, None).put(rows, jax.tree.map(lambda leaf: -leaf - 1, rows))
     chex.assert_trees_all_equal(masked, put)
@@ -74,10 +74,10 @@ def test_only_the_rows_of_the_members_are_taken_and_put_back():
 
 @pytest.mark.parametrize("size", [None, N])
 def test_a_cohort_of_all_is_no_cohort(size):
-    here = rounds.cohort(KEY, IDS, size)
-    assert here == rounds.Cohort(None, None, None)
+    drawn_cohort = rounds.cohort(KEY, IDS, size)
+    assert drawn_cohort == rounds.Cohort(None, None, None)
     rows, new = {"x": IDS}, {"x": -IDS}
-    assert here.take(rows) is rows and here.put(rows, new) is new
+    assert drawn_cohort.take(rows) is rows and drawn_cohort.put(rows, new) is new
 
 
 @pytest.mark.parametrize("size", [-1, 0, N + 1])
@@ -176,7 +176,7 @@ def test_only_members_of_a_block_are_counted_where_blocks_have_unequal_sizes():
     for seed in range(8):
         draw = sampling.sample(jax.random.key(seed))
         members = int(draw.mask.sum())
-        assert len(draw.ids) == 3 and float(cohort.price(draw, 4, params)) == members / 4 * 5 * 32
+        assert len(draw.ids) == 3 and float(cohort.upload_bits(draw, 4, params)) == members / 4 * 5 * 32
         sizes.add(members)
     assert sizes == {1, 3}
 

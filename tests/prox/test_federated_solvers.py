@@ -66,8 +66,8 @@ def test_a_gradient_that_grows_first_does_not_freeze_the_solvers_of_networks():
 
     local = solvers.LocalOracle(jax.vmap(value_and_grad), lambda rows: jnp.zeros((1, D, D)), jnp.ones(1))
     oracle, start = Oracle(value_and_grad, None, local), jnp.full(D, 0.05)
-    found = jit(lambda x: {name: solver(oracle, x, 1, 0.0) for name, solver in GENTLE.items()})(start)
-    for name, result in found.items():
+    results = jit(lambda x: {name: solver(oracle, x, 1, 0.0) for name, solver in GENTLE.items()})(start)
+    for name, result in results.items():
         assert np.all(result.params > start) and np.all(result.params < 0.5), name
         assert float(result.residual) > float(jnp.linalg.norm(value_and_grad(start)[1])), name
 
@@ -189,9 +189,9 @@ def test_apollo_against_numpy():
 
 
 def test_only_the_quotient_of_apollos_rate_and_sigma_matters():
-    one, other = (adaptive.apollo(c * 0.3, sigma=c * 0.5, eps=1e-12) for c in (1.0, 4.0))
+    unit, other = (adaptive.apollo(c * 0.3, sigma=c * 0.5, eps=1e-12) for c in (1.0, 4.0))
     oracle, x = oracle_of(APART), jnp.asarray(CENTER)
-    walks = jit(lambda x: [solver(oracle, x, 6, 0.0).params for solver in (one, other)])(x)
+    walks = jit(lambda x: [solver(oracle, x, 6, 0.0).params for solver in (unit, other)])(x)
     np.testing.assert_allclose(*walks, rtol=1e-8)
 
 
@@ -225,9 +225,9 @@ def test_oasis_against_numpy(b1, adapts):
 def test_oasis_draws_from_seed_zero_unless_told():
     oracle, x = oracle_of(APART), jnp.asarray(CENTER)
     makers = adaptive.oasis(samples=1), adaptive.oasis(samples=1, seed=0), adaptive.oasis(samples=1, seed=1)
-    default, zero, one = jit(lambda x: [solver(oracle, x, 3, 0.0).params for solver in makers])(x)
+    default, zero, unit = jit(lambda x: [solver(oracle, x, 3, 0.0).params for solver in makers])(x)
     np.testing.assert_allclose(default, zero, rtol=1e-14)
-    assert np.abs(default - one).max() > 1e-3
+    assert np.abs(default - unit).max() > 1e-3
 
 
 def test_fed_opt_walks_to_the_fixed_point_of_its_local_steps_not_to_the_prox():

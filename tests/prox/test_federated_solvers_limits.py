@@ -190,7 +190,7 @@ def test_bad_arguments_are_named(make, message):
 def test_every_solver_has_its_price():
     prices = {
         solver.__name__: (federated.vectors_per_round(solver), federated.vectors_per_round(solver, True))
-        for solver in federated._VECTORS
+        for solver in federated.vectors._VECTORS
     }
     gradient, model = (1, 1), (1, 2)
     assert prices == {
@@ -199,5 +199,5 @@ def test_every_solver_has_its_price():
         **dict.fromkeys(("mime_lite", "oasis", "local_newton"), (2, 2)),
         "fed_lamb": (2, 3),
     }
-    down = {solver.__name__ for solver in federated._VECTORS if federated.vectors_down(solver) != 1}
+    down = {solver.__name__ for solver in federated.vectors._VECTORS if federated.vectors_down(solver) != 1}
     assert down == {"mime_lite", "fed_lamb"}  # whose local steps read what the server has

@@ -44,8 +44,8 @@ def argmin(objective, low, high):
 @given(numbers, gammas)
 def test_the_prox_minimises_its_objective(R, by_hand, x, gamma):
     y = float(R.prox(gamma, jnp.array([x]))[0])
-    found = argmin(lambda z: by_hand(z) + (z - x) ** 2 / (2 * gamma), -6.0, 6.0)
-    assert y == pytest.approx(found, abs=1e-6)
+    minimiser = argmin(lambda z: by_hand(z) + (z - x) ** 2 / (2 * gamma), -6.0, 6.0)
+    assert y == pytest.approx(minimiser, abs=1e-6)
     assert by_hand(y) < math.inf
 
 

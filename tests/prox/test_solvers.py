@@ -21,6 +21,7 @@ from tests.prox.solvers_cases import (
     QUADRATIC,
     SMOOTH,
     WEIGHTS,
+    Case,
     D,
     Data,
     L,
@@ -55,8 +56,8 @@ def test_it_finds_the_prox_and_its_residual_certifies_the_error(name, kind):
     result, rough = run(name, kind), run(name, kind, tolerance=0.05)
     assert int(result.code) == CONVERGED and float(result.residual) <= 1e-9
     np.testing.assert_allclose(result.params, argmin(kind, 5.0), atol=2e-8)
-    for found in (result, rough):
-        assert float(found.residual) == pytest.approx(np.linalg.norm(gradient(kind, found.params)), rel=1e-3, abs=1e-14)
+    for end in (result, rough):
+        assert float(end.residual) == pytest.approx(np.linalg.norm(gradient(kind, end.params)), rel=1e-3, abs=1e-14)
     error2 = np.sum((rough.params - argmin(kind, 5.0)) ** 2)
     assert error2 <= theory.squared_prox_error(float(rough.residual), 5.0, MU)
     assert int(rough.iterations) < int(result.iterations)
@@ -83,7 +84,7 @@ def test_traced_budgets_and_tolerances_under_vmap_give_the_separate_runs(name):
     budgets, tolerances = jnp.array([0, 1, 4, 100, 100]), jnp.array([0.0, 0.0, 1e-3, 1e-3, 100.0])
     center = jnp.asarray(CENTER)
     data = jax.tree.map(jnp.asarray, PROBLEMS["quadratic"])
-    solve = jax.vmap(lambda budget, tolerance: solution(name, L, 5.0, center, budget, tolerance, center, data, False))
+    solve = jax.vmap(lambda budget, tolerance: solution(name, Case(L, 5.0, center, budget, tolerance, center, data)))
     together = jit(solve)(budgets, tolerances)
     for row, (budget, tolerance) in enumerate(zip(budgets, tolerances)):
         alone = run(name, budget=budget, tolerance=tolerance)

@@ -16,29 +16,29 @@ from tests.prox.solvers_cases import ALL, CENTER, PROBLEMS, D, _value_and_grad, 
 @pytest.mark.parametrize("c2", [0.1, 0.9])
 def test_the_line_search_satisfies_strong_wolfe_from_short_and_long_first_steps(c2):
     @jit
-    def search(data, here, directions, steps):
+    def search(data, start_point, directions, steps):
         oracle = oracle_of(data, 5.0, jnp.asarray(CENTER))
 
-        def one(direction, step):
+        def line_search(direction, step):
             def trial(search):
-                point = solvers.evaluate(oracle, here.x + search.step * direction)
-                return quasi_newton._narrow(search, here, direction, point, 1e-4, c2)
+                point = solvers.evaluate(oracle, start_point.x + search.step * direction)
+                return quasi_newton._narrow(search, start_point, direction, point, 1e-4, c2)
 
-            start = quasi_newton._search(here, jnp.vdot(here.grad, direction), step)
+            start = quasi_newton._search(start_point, jnp.vdot(start_point.grad, direction), step)
             return jax.lax.while_loop(lambda search: ~search.done & (search.count < 20), trial, start)
 
-        return jax.vmap(one)(directions, steps)
+        return jax.vmap(line_search)(directions, steps)
 
     for kind, data in PROBLEMS.items():
-        here = solvers.Point(jnp.asarray(CENTER), *_value_and_grad(data, jnp.asarray(CENTER)))
-        noise = np.random.default_rng(2).standard_normal((6, D)) * np.linalg.norm(here.grad) / 4
-        directions = -here.grad[None] + jnp.asarray(noise)
-        directions = directions * -jnp.sign(directions @ here.grad)[:, None]
-        slope = directions @ here.grad
-        found = search(data, here, directions, jnp.array([1e-4, 1e-2, 1.0, 10.0, 1e3, 1e6]))
-        point, step = found.point, found.step
-        assert np.all(found.done), kind
-        assert np.all(point.value <= here.value + 1e-4 * step * slope)
+        start_point = solvers.Point(jnp.asarray(CENTER), *_value_and_grad(data, jnp.asarray(CENTER)))
+        noise = np.random.default_rng(2).standard_normal((6, D)) * np.linalg.norm(start_point.grad) / 4
+        directions = -start_point.grad[None] + jnp.asarray(noise)
+        directions = directions * -jnp.sign(directions @ start_point.grad)[:, None]
+        slope = directions @ start_point.grad
+        accepted = search(data, start_point, directions, jnp.array([1e-4, 1e-2, 1.0, 10.0, 1e3, 1e6]))
+        point, step = accepted.point, accepted.step
+        assert np.all(accepted.done), kind
+        assert np.all(point.value <= start_point.value + 1e-4 * step * slope)
         assert np.all(np.abs(np.sum(point.grad * directions, 1)) <= c2 * np.abs(slope))
         np.testing.assert_allclose(point.x, CENTER[None] + step[:, None] * directions, rtol=1e-12)
 

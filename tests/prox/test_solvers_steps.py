@@ -80,14 +80,14 @@ def dense_bfgs(value_and_grad, x, steps):
     """The textbook's matrix update, with the steps that our line search took: [H, ...] after each pair."""
     H = np.eye(len(x))
     points = [x, *steps]
-    found = []
-    for before, here in itertools.pairwise(points):
-        s, y = here - before, value_and_grad(here)[1] - value_and_grad(before)[1]
+    matrices = []
+    for before, current in itertools.pairwise(points):
+        s, y = current - before, value_and_grad(current)[1] - value_and_grad(before)[1]
         rho = 1 / (s @ y)
         V = np.eye(len(x)) - rho * np.outer(s, y)
         H = V @ H @ V.T + rho * np.outer(s, s)
-        found.append(H)
-    return found
+        matrices.append(H)
+    return matrices
 
 
 def test_bfgs_goes_along_the_direction_of_the_textbooks_matrix():
@@ -95,8 +95,8 @@ def test_bfgs_goes_along_the_direction_of_the_textbooks_matrix():
         return [np.asarray(a) for a in _value_and_grad(PROBLEMS["logistic"], x)]
 
     steps = [np.asarray(run("bfgs", "logistic", budget=k).params) for k in range(1, 7)]
-    for H, here, following in zip(dense_bfgs(value_and_grad, np.asarray(CENTER), steps), steps, steps[1:]):
-        direction, moved = -H @ value_and_grad(here)[1], following - here
+    for H, current, following in zip(dense_bfgs(value_and_grad, np.asarray(CENTER), steps), steps, steps[1:]):
+        direction, moved = -H @ value_and_grad(current)[1], following - current
         cosine = direction @ moved / np.linalg.norm(direction) / np.linalg.norm(moved)
         assert cosine > 1 - 1e-9
 
@@ -153,8 +153,8 @@ def test_local_newton_is_exact_when_clients_agree():
 
 def test_local_newton_goes_towards_the_mean_of_the_clients_own_proxes_as_far_as_f_falls():
     """On quadratics the mean y of the clients' minimisers is where every direction points, and nothing beats it there."""
-    own = [np.linalg.solve(H + np.eye(D) / 5, H @ c + CENTER / 5) for H, c in zip(QUADRATIC.H, QUADRATIC.c)]
-    y, x = WEIGHTS @ np.stack(own), np.asarray(CENTER)
+    minimisers = [np.linalg.solve(H + np.eye(D) / 5, H @ c + CENTER / 5) for H, c in zip(QUADRATIC.H, QUADRATIC.c)]
+    y, x = WEIGHTS @ np.stack(minimisers), np.asarray(CENTER)
 
     def F(x):
         return float(_value_and_grad(PROBLEMS["quadratic"], jnp.asarray(x))[0])

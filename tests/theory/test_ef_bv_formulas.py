@@ -143,7 +143,7 @@ def test_formulas_keep_twelve_digits_where_the_thesiss_forms_cancel(eta, omega, 
     for regime, s_ in (("pl", s), ("kl", s), ("nonconvex", t)):
         close(theory.error_factor(ours.r, ours.alpha, ours.r_av, regime), (r_av / r).sqrt() / s_)
         close(theory.inverse_theta(ours.r, ours.alpha, ours.r_av, regime), r_av / (s_ * (1 + s_) * r))
-        weight = theory.lyapunov_weight(0.125, ours.r, ours.alpha, ours.r_av, regime)
+        weight = theory.lyapunov_weight(0.125, ours.r, ours.alpha, ours.r_av, regime=regime)
         close(weight, r_av / (16 * s_ * (1 + s_) * r))
 
 
@@ -200,13 +200,13 @@ def test_the_stepsize_makes_the_last_term_of_the_proof_vanish(eta, omega, n, L, 
     assume(eta + omega > 1e-6)
     ours = scaled(Constants(eta, omega, omega / n))
     for regime in ("pl", "kl", "nonconvex"):
-        q = ratio * L * theory.error_factor(ours.r, ours.alpha, ours.r_av, regime)
-        gamma = theory.stepsize(L, ratio * L, eta, omega, ours.lam, ours.r_av, regime)
+        q = ratio * L * theory.error_factor(ours.r, ours.alpha, ours.r_av, regime=regime)
+        gamma = theory.stepsize(L, ratio * L, eta, omega, ours.lam, ours.r_av, regime=regime)
         first = 2 * L if regime == "kl" else L
         assert gamma == pytest.approx(1 / (first + q), rel=1e-12)
         assert first - 1 / gamma + gamma * q**2 <= 1e-12 / gamma
         assert first - 1 / (2 * gamma) + 2 * gamma * q**2 > 0
-    gamma = theory.stepsize(L, ratio * L, eta, omega, ours.lam, ours.r_av, "kl")
+    gamma = theory.stepsize(L, ratio * L, eta, omega, ours.lam, ours.r_av, regime="kl")
     q, s, r, half = 1 / gamma - 2 * L, theory.s_star(ours.r, ours.alpha), ours.r, ours.alpha / 2
     # The rate max(kappa, 1 - half / (1 + s half)), from another constant s1 in Peter-Paul (L3234).
     kappa = max(1 / (1 + gamma * mu / 2), 1 - half / (1 + s * half))

@@ -102,7 +102,7 @@ def test_an_inexact_step_is_within_the_lemma(gamma):
                 assert np.all(after <= allowed * (1 + 1e-12))
                 if s is not None and s > limit:
                     continue  # one step holds for every s, several do not (P5)
-                unrolled = [sppm.inexact_bound(1, d, gamma, mu, sigma2, b, s) for d in before]
+                unrolled = [sppm.inexact_bound(1, d, gamma, mu, sigma2, b, s=s) for d in before]
                 assert np.all(allowed <= np.array(unrolled) * (1 + 1e-9))
 
 
@@ -117,11 +117,11 @@ def test_the_unrolled_inexact_bound():
         distance, fixed = 7.0, sppm.inexact_neighbourhood(gamma, mu, sigma2, b, s)
         assert sppm.inexact_one_step(fixed, gamma, mu, sigma2, b, s) == pytest.approx(fixed, rel=1e-12)
         for t in range(30):
-            assert distance <= sppm.inexact_bound(t, 7.0, gamma, mu, sigma2, b, s) * (1 + 1e-12)
+            assert distance <= sppm.inexact_bound(t, 7.0, gamma, mu, sigma2, b, s=s) * (1 + 1e-12)
             distance = sppm.inexact_one_step(distance, gamma, mu, sigma2, b, s)
         assert distance >= 0.5 * min(fixed, 7.0)
     assert sppm.inexact_bound(3, 7.0, gamma, mu, sigma2, 0.0) == pytest.approx(sppm.bound(3, 7.0, gamma, mu, sigma2))
-    assert sppm.inexact_bound(3, 7.0, gamma, mu, sigma2, b, 0.5) == pytest.approx(golden["rate"] ** 3 * 7 + 4.09)
+    assert sppm.inexact_bound(3, 7.0, gamma, mu, sigma2, b, s=0.5) == pytest.approx(golden["rate"] ** 3 * 7 + 4.09)
 
 
 def test_the_best_s_is_best():
@@ -148,7 +148,7 @@ def test_the_inexact_lemma_is_false_for_larger_s():
     for s in (1.25, 2.0, 0.0, -0.1, math.nan):
         for refused in (
             lambda s: sppm.inexact_neighbourhood(gamma, mu, 1.0, b, s),
-            lambda s: sppm.inexact_bound(2, 1.0, gamma, mu, 1.0, b, s),
+            lambda s: sppm.inexact_bound(2, 1.0, gamma, mu, 1.0, b, s=s),
         ):
             with pytest.raises(ValueError, match=r"s=.*; allowed: 0 < s < gamma\^2 mu\^2 \+ 2 gamma mu = 1.25"):
                 refused(s)

@@ -1,6 +1,8 @@
 """Inner solvers for the prox of a cohort.  Every evaluation is one aggregation inside the cohort, and is counted.
 
-base            the contract of a solver, gradient descent, Newton, Scaffnew
+base            the contract of a solver
+gradient        gradient descent, Nesterov's method, Scaffnew
+newton          Newton's method with the cohort's Hessian or with local steps
 quasi_newton    BFGS and nonlinear conjugate gradients
 adaptive        solvers for networks that use one gradient of F per round
 federated       solvers for networks with local steps on the clients
@@ -16,14 +18,11 @@ from commjax.prox.solvers.base import (
     Point,
     Result,
     Solver,
-    accelerated_gradient_descent,
-    aicn,
     evaluate,
-    gradient_descent,
     iterate,
-    local_newton,
-    scaffnew,
 )
+from commjax.prox.solvers.gradient import accelerated_gradient_descent, gradient_descent, scaffnew
+from commjax.prox.solvers.newton import aicn, local_newton
 
 __all__ = [
     "BROKE_DOWN",

@@ -6,24 +6,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from commjax.prox.solvers.base import Oracle, Point, Result, Solver, Vector, check_positive, evaluate, iterate
+from commjax.prox.solvers.base import (
+    Advanced,
+    Oracle,
+    Point,
+    Result,
+    Solver,
+    Vector,
+    check_fractions,
+    check_positive,
+    evaluate,
+    iterate,
+)
 
-
-def check_fractions(**values: Any) -> None:
-    """Raise a ValueError for a number outside [0, 1); traced values are not validated.
-
-    Args:
-        **values: the numbers by name.
-    """
-    for name, value in values.items():
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(f"{name}={value}; allowed: 0 <= {name} < 1")
+# (point, memory, number of the round) -> (x [d], memory)
+Round = Callable[[Point, Any, Array], tuple[Vector, Any]]
 
 
 def repeat(
-    oracle: Oracle, x: Vector, budget: Any, tolerance: Any, memory: Any, update: Callable, evaluations: int = 1
+    oracle: Oracle, x: Vector, budget: Any, tolerance: Any, memory: Any, update: Round, *, evaluations: int = 1
 ) -> Result:
     """Repeat a round until |grad F| <= tolerance or the budget is used, and return the last point.
 
@@ -43,9 +46,9 @@ def repeat(
         The result.
     """
 
-    def advance(here, memory, number):
-        there, memory = update(here, memory, number)
-        return evaluate(oracle, there), memory, evaluations, False
+    def advance(current: Point, memory: Any, number: Array) -> Advanced:
+        x, memory = update(current, memory, number)
+        return evaluate(oracle, x), memory, evaluations, False
 
     return iterate(oracle, x, budget, tolerance, memory, advance, last=True)
 
@@ -99,9 +102,9 @@ def adam(learning_rate: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e
     transform = optax.scale_by_adam(b1, b2, eps)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        def update(here, state, number):
-            direction, state = transformed(transform, here.grad, state, here.x)
-            return here.x - jnp.asarray(learning_rate, x.dtype) * direction, state
+        def update(current: Point, state: Any, number: Array) -> tuple[Vector, Any]:
+            direction, state = transformed(transform, current.grad, state, current.x)
+            return current.x - jnp.asarray(learning_rate, x.dtype) * direction, state
 
         return repeat(oracle, x, budget, tolerance, transform.init(x), update)
 
@@ -136,16 +139,16 @@ def apollo(learning_rate: Any, b: float = 0.9, sigma: float = 1.0, eps: float = 
     check_fractions(b=b)
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        def update(here, memory, number):
+        def update(current: Point, memory: Any, number: Array) -> tuple[Vector, Any]:
             m, d, B = memory
             t = (number + 1).astype(x.dtype)
-            change = (1 - b) / (1 - b**t) * (here.grad - m)
+            change = (1 - b) / (1 - b**t) * (current.grad - m)
             length = jnp.sum(d**4) ** 0.25 + eps
             unit = d / length  # avoids fourth powers of small numbers
             B = B - (jnp.vdot(unit, change) / length + jnp.vdot(unit, B * unit)) * unit**2
             m = m + change
             d = m / jnp.maximum(jnp.abs(B), sigma)
-            return here.x - jnp.asarray(learning_rate, x.dtype) * d, (m, d, B)
+            return current.x - jnp.asarray(learning_rate, x.dtype) * d, (m, d, B)
 
         zero = jnp.zeros_like(x)
         return repeat(oracle, x, budget, tolerance, (zero, zero, zero), update)
@@ -166,8 +169,10 @@ def oasis(
     """OASIS (Jahani et al. 2022): Hutchinson's estimate of the Hessian's diagonal, averaged, with an adaptive stepsize.
 
         D <- b2 D + (1 - b2) z * (H(x) z),   z uniform on {-1, 1}^d        A = max(|D|, floor)
-        e <- min(sqrt(1 + e / e_old) e, |x - x_old|_A / (2 |grad F(x) - grad F(x_old)|_{1/A})),   |u|_A^2 = sum_j A_j
-        u_j^2 m <- b1 m + (1 - b1) grad F(x)        x <- x - e m / A
+        e <- min(sqrt(1 + e / e_old) e, |x - x_old|_A / (2 |grad F(x) - grad F(x_old)|_{1/A}))
+        m <- b1 m + (1 - b1) grad F(x)        x <- x - e m / A
+
+    with |u|_A^2 = sum_j A_j u_j^2.
 
     H z is the derivative of the gradient along z (`jax.jvp`).  A client sends it together with the gradient: one
     evaluation, two vectors.
@@ -194,24 +199,24 @@ def oasis(
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         key = jax.random.key(seed)
 
-        def probe(x, key):
+        def probe(x: Vector, key: Array) -> tuple[Point, Vector]:
             z = jax.random.rademacher(key, x.shape, x.dtype)
             (value, grad), (_, curved) = jax.jvp(oracle.value_and_grad, (x,), (z,))
             return Point(x, value, grad), z * curved
 
-        def advance(here, memory, number):
+        def advance(current: Point, memory: Any, number: Array) -> Advanced:
             D, m, step, growth, last = memory
             A = jnp.maximum(jnp.abs(D), floor)
-            moved, turned = here.x - last.x, here.grad - last.grad
+            moved, turned = current.x - last.x, current.grad - last.grad
             smooth = jnp.sqrt(jnp.sum(A * moved**2)) / (2 * jnp.sqrt(jnp.sum(turned**2 / A)))
             adapted = jnp.minimum(jnp.sqrt(1 + growth) * step, smooth)
             usable = adaptive & (number > 0) & jnp.isfinite(adapted) & (adapted > 0)
             following = jnp.where(usable, adapted, step)
-            m = b1 * m + (1 - b1) * here.grad
-            there, sample = probe(here.x - following * m / A, jax.random.fold_in(key, number + 1))
+            m = b1 * m + (1 - b1) * current.grad
+            trial, sample = probe(current.x - following * m / A, jax.random.fold_in(key, number + 1))
             # After the first step, nothing bounds the growth of the stepsize.
             growth = jnp.where(number > 0, following / step, jnp.inf)
-            return there, (b2 * D + (1 - b2) * sample, m, following, growth, here), 1, False
+            return trial, (b2 * D + (1 - b2) * sample, m, following, growth, current), 1, False
 
         keys = jax.random.split(jax.random.fold_in(key, 0), samples)
         D = jnp.mean(jax.lax.map(lambda key: probe(x, key)[1], keys), 0)

@@ -52,27 +52,27 @@ class _Search(NamedTuple):
     done: Bool[Array, ""]
 
 
-def _search(here: Point, slope: Array, step: Any) -> _Search:
-    step = jnp.asarray(step, here.x.dtype)
-    infinite = jnp.full((), jnp.inf, here.x.dtype)
+def _search(current: Point, slope: Array, step: Any) -> _Search:
+    step = jnp.asarray(step, current.x.dtype)
+    infinite = jnp.full((), jnp.inf, current.x.dtype)
     zero = jnp.zeros_like(step)
-    return _Search(zero, slope, infinite, infinite, step, here, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+    return _Search(zero, slope, infinite, infinite, step, current, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
 
 
-def _narrow(search: _Search, here: Point, direction: Vector, trial: Point, c1: float, c2: float) -> _Search:
+def _narrow(search: _Search, current: Point, direction: Vector, trial: Point, c1: float, c2: float) -> _Search:
     """Accept the trial at `search.step`, narrow the bracket, or double the step while the bracket is open.
 
     The new trial is the zero of the secant between the ends of the bracket, kept away from the ends.
     """
-    slope, found = jnp.vdot(here.grad, direction), jnp.vdot(trial.grad, direction)
+    slope, slope_trial = jnp.vdot(current.grad, direction), jnp.vdot(trial.grad, direction)
     # Near the optimum the decrease is smaller than rounding errors; there the derivative alone decides.
-    rounding = 10 * jnp.finfo(here.x.dtype).eps * jnp.abs(here.value)
-    too_high = ~(trial.value <= here.value + c1 * search.step * slope + rounding) | ~finite(trial)
-    done = ~too_high & (jnp.abs(found) <= c2 * jnp.abs(slope))
-    over = too_high | (found > 0)
-    low, slope_low = pick(over, (search.low, search.slope_low), (search.step, found))
+    rounding = 10 * jnp.finfo(current.x.dtype).eps * jnp.abs(current.value)
+    too_high = ~(trial.value <= current.value + c1 * search.step * slope + rounding) | ~finite(trial)
+    done = ~too_high & (jnp.abs(slope_trial) <= c2 * jnp.abs(slope))
+    over = too_high | (slope_trial > 0)
+    low, slope_low = pick(over, (search.low, search.slope_low), (search.step, slope_trial))
     # Where F is not finite, its slope is useless; the slope at the start makes the secant close to a bisection.
-    uphill = jnp.where(jnp.isfinite(found) & (found > 0), found, jnp.abs(slope))
+    uphill = jnp.where(jnp.isfinite(slope_trial) & (slope_trial > 0), slope_trial, jnp.abs(slope))
     high, slope_high = pick(over, (search.step, uphill), (search.high, search.slope_high))
     width = high - low
     secant = low - slope_low * width / (slope_high - slope_low)
@@ -84,8 +84,10 @@ def _narrow(search: _Search, here: Point, direction: Vector, trial: Point, c1: f
 
 
 class _Descent(NamedTuple):
-    here: Point
-    best: Point  # smallest |grad| so far
+    """The state of `descend`; `best` is the point with the smallest |grad F| so far."""
+
+    current: Point
+    best: Point
     direction: Vector
     search: _Search
     memory: Any
@@ -94,13 +96,20 @@ class _Descent(NamedTuple):
     broken: Bool[Array, ""]
 
 
+# (direction [d], first step to try, memory)
+Proposal = tuple[Vector, Any, Any]
+# (point, previous point, previous direction [d], memory, number of the line search) -> a proposal
+Propose = Callable[[Point, Point, Vector, Any, Array], Proposal]
+
+
 def descend(
     oracle: Oracle,
     x: Vector,
     budget: Any,
     tolerance: Any,
     memory: Any,
-    propose: Callable,
+    propose: Propose,
+    *,
     c1: float,
     c2: float,
     most: int = 20,
@@ -129,34 +138,36 @@ def descend(
     budget, tolerance = limits(budget, tolerance, x)
     zero = jnp.zeros((), jnp.int32)
 
-    def begin(here, before, direction, memory, number):
-        direction, step, memory = propose(here, before, direction, memory, number)
-        return direction, _search(here, jnp.vdot(here.grad, direction), step), memory
+    def begin(
+        current: Point, before: Point, direction: Vector, memory: Any, number: Array
+    ) -> tuple[Vector, _Search, Any]:
+        direction, step, memory = propose(current, before, direction, memory, number)
+        return direction, _search(current, jnp.vdot(current.grad, direction), step), memory
 
     def going_on(run: _Descent) -> Array:
-        return (run.iterations < budget) & (jnp.linalg.norm(run.here.grad) > tolerance) & ~run.broken
+        return (run.iterations < budget) & (jnp.linalg.norm(run.current.grad) > tolerance) & ~run.broken
 
-    def one(run: _Descent) -> _Descent:
-        trial = evaluate(oracle, run.here.x + run.search.step * run.direction)
-        search = _narrow(run.search, run.here, run.direction, trial, c1, c2)
+    def trial_step(run: _Descent) -> _Descent:
+        trial = evaluate(oracle, run.current.x + run.search.step * run.direction)
+        search = _narrow(run.search, run.current, run.direction, trial, c1, c2)
         failed = ~search.done & (search.count >= most)
         moved = search.done | failed
-        here = pick(moved, search.point, run.here)
-        following = begin(here, run.here, run.direction, run.memory, run.iterations + 1)
+        current = pick(moved, search.point, run.current)
+        following = begin(current, run.current, run.direction, run.memory, run.iterations + 1)
         direction, search, memory = pick(search.done, following, (run.direction, search, run.memory))
-        better = jnp.linalg.norm(here.grad) <= jnp.linalg.norm(run.best.grad)
+        better = jnp.linalg.norm(current.grad) <= jnp.linalg.norm(run.best.grad)
         iterations = run.iterations + moved.astype(jnp.int32)
-        best = pick(better, here, run.best)
-        return _Descent(here, best, direction, search, memory, iterations, run.evaluations + 1, run.broken | failed)
+        best = pick(better, current, run.best)
+        return _Descent(current, best, direction, search, memory, iterations, run.evaluations + 1, run.broken | failed)
 
     first = begin(start, start, -start.grad, memory, zero)
     run = _Descent(start, start, *first, zero, zero + 1, ~finite(start))
-    run = jax.lax.while_loop(going_on, one, run)
+    run = jax.lax.while_loop(going_on, trial_step, run)
     return result_of(run, run.best, tolerance, run.evaluations, run.evaluations)
 
 
-def _first_step(here: Point) -> Array:
-    norm = jnp.linalg.norm(here.grad)
+def _first_step(current: Point) -> Array:
+    norm = jnp.linalg.norm(current.grad)
     return jnp.where(norm > 0, jnp.minimum(1.0, 1 / jnp.where(norm > 0, norm, 1)), 1.0)
 
 
@@ -169,19 +180,19 @@ def conjugate_gradients() -> Solver:
         The solver.
     """
 
-    def propose(here, before, direction, memory, number):
+    def propose(current: Point, before: Point, direction: Vector, memory: Any, number: Array) -> Proposal:
         square = jnp.vdot(before.grad, before.grad)
-        change = jnp.vdot(here.grad, here.grad - before.grad)
+        change = jnp.vdot(current.grad, current.grad - before.grad)
         beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
-        following = -here.grad + jnp.where(number > 0, beta, 0) * direction
-        following = jnp.where(jnp.vdot(here.grad, following) < 0, following, -here.grad)
+        following = -current.grad + jnp.where(number > 0, beta, 0) * direction
+        following = jnp.where(jnp.vdot(current.grad, following) < 0, following, -current.grad)
         # The first step would repeat the last decrease, to first order.
-        ahead = jnp.vdot(here.grad, following)
-        guess = 1.01 * 2 * (here.value - before.value) / jnp.where(ahead < 0, ahead, -1)
-        guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(here))
+        ahead = jnp.vdot(current.grad, following)
+        guess = 1.01 * 2 * (current.value - before.value) / jnp.where(ahead < 0, ahead, -1)
+        guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(current))
         return following, guess, memory
 
-    return lambda oracle, x, budget, tolerance: descend(oracle, x, budget, tolerance, (), propose, 1e-4, 0.4)
+    return lambda oracle, x, budget, tolerance: descend(oracle, x, budget, tolerance, (), propose, c1=1e-4, c2=0.4)
 
 
 class _Updates(NamedTuple):
@@ -214,8 +225,8 @@ def bfgs(history: int = 100) -> Solver:
     """
     check_whole(history=history)
 
-    def propose(here, before, direction, updates, number):
-        s, y = here.x - before.x, here.grad - before.grad
+    def propose(current: Point, before: Point, direction: Vector, updates: Any, number: Array) -> Proposal:
+        s, y = current.x - before.x, current.grad - before.grad
         curvature = jnp.vdot(s, y)
         positive = curvature > jnp.finfo(s.dtype).eps * jnp.linalg.norm(s) * jnp.linalg.norm(y)
         rho = jnp.where(positive, 1 / jnp.where(positive, curvature, 1), 0)
@@ -224,11 +235,11 @@ def bfgs(history: int = 100) -> Solver:
         z = updates.times(y)
         new = _Updates(s, z, rho, rho + rho**2 * jnp.vdot(y, z))
         updates = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), updates, new)
-        return -updates.times(here.grad), jnp.where(number > 0, 1.0, _first_step(here)), updates
+        return -updates.times(current.grad), jnp.where(number > 0, 1.0, _first_step(current)), updates
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
         rows, row = jnp.zeros((history, x.shape[0]), x.dtype), jnp.zeros(history, x.dtype)
-        return descend(oracle, x, budget, tolerance, _Updates(rows, rows, row, row), propose, 1e-4, 0.9)
+        return descend(oracle, x, budget, tolerance, _Updates(rows, rows, row, row), propose, c1=1e-4, c2=0.9)
 
     return solve
 
@@ -247,14 +258,14 @@ def lbfgs(history: int = 10) -> Solver:
     check_whole(history=history)
     transform = optax.scale_by_lbfgs(memory_size=history)
 
-    def propose(here, before, direction, state, number):
+    def propose(current: Point, before: Point, direction: Vector, state: Any, number: Array) -> Proposal:
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes integers of different widths
-            scaled, state = transform.update(here.grad, state, here.x)
+            scaled, state = transform.update(current.grad, state, current.x)
         following = -jnp.asarray(scaled)
-        following = jnp.where(jnp.vdot(following, here.grad) < 0, following, -here.grad)
-        return following, jnp.where(number > 0, 1.0, _first_step(here)), state
+        following = jnp.where(jnp.vdot(following, current.grad) < 0, following, -current.grad)
+        return following, jnp.where(number > 0, 1.0, _first_step(current)), state
 
     def solve(oracle: Oracle, x: Vector, budget: Any, tolerance: Any) -> Result:
-        return descend(oracle, x, budget, tolerance, transform.init(x), propose, 1e-4, 0.9)
+        return descend(oracle, x, budget, tolerance, transform.init(x), propose, c1=1e-4, c2=0.9)
 
     return solve
