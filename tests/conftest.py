@@ -33,37 +33,63 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
-# Files that take long to compile or start processes: `pytest -m slow`.
+# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and `pytest -m long`
+# runs those of LONG only: experiments, notebooks, several processes, fuzzing, networks.
 SLOW = (
     "algorithms/test_fedcr",
     "algorithms/test_fedp3",
-    "algorithms/test_sppm_as",
+    "algorithms/test_ldp_fedp3",
+    "algorithms/test_recommend",
+    "algorithms/test_sketched",
+    "algorithms/test_sppm_as.py",
+    "cli/",
     "compressors/test_certify",
-    "compressors/test_fuzz",
+    "compressors/test_combined",
     "compressors/test_exact_laws",
-    "conformance/test_devices",
-    "federation/test_codec_fuzz",
-    "devices/test_distributed",
-    "federation/test_exchange",
-    "core/test_kill",
+    "compressors/test_format",
+    "conformance/",
+    "core/test_loop",
+    "core/test_robust",
+    "core/test_runner",
+    "data/test_download",
+    "devices/",
+    "federation/",
     "integrations/test_optax",
-    "privacy/test_privacy",
+    "llm/",
+    "privacy/",
+    "prox/test_cohort",
+    "prox/test_solvers",
+    "pruning/test_masks",
+    "pruning/test_model",
+    "pruning/test_regrow",
+    "pruning/test_stream",
+    "pruning/test_zeroshot",
+)
+LONG = (
+    "algorithms/test_fedp3_submodels",
+    "algorithms/test_sppm_as_costs",
+    "compressors/test_fuzz",
+    "core/test_kill",
     "core/test_signals",
     "core/test_suite",
+    "devices/test_distributed_processes",
     "experiments/",
-    "problems/test_logistic",
+    "federation/test_codec_fuzz",
     "models/test_networks",
+    "privacy/test_privacy_attack",
+    "problems/test_logistic",
     "prox/test_federated_solvers",
-    "prox/test_solvers",
     "pruning/test_interrupted",
     "pruning/test_memory",
-    "pruning/test_regrow",
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(part in str(item.path) for part in SLOW):
+        path = str(item.path)
+        if any(part in path for part in LONG):
+            item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("long") or any(part in path for part in SLOW):
             item.add_marker(pytest.mark.slow)
 
 

@@ -13,7 +13,7 @@ from tests.core import kills
 ROOT, KILLS = Path(__file__).parents[2], 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_long_job_survives_kills_at_random_moments_bit_for_bit(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.core.kills", str(tmp_path), str(KILLS)]

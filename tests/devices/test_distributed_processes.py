@@ -189,7 +189,7 @@ def test_a_process_parses_the_rows_of_its_own_clients_only_and_they_are_the_rows
         own_rows(str(tmp_path / "spoiled"), 9, np.array([(own[-1] + 1) % 9]), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_on_loopback_are_one_and_a_job_of_two_goes_on_as_two(tmp_path, alone, file):
     out = finish(spawn(settings(tmp_path, dataset=str(file), local=2, devices=2, chunk=20, rounds=20)))
     assert "9 clients on 4 devices of 2 processes" in out
@@ -202,7 +202,7 @@ def test_two_processes_on_loopback_are_one_and_a_job_of_two_goes_on_as_two(tmp_p
     equal(tmp_path, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_algorithm_is_the_same_on_two_processes(tmp_path):
     address = f"127.0.0.1:{launch.free_port()}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -262,7 +262,7 @@ def deaths(folder, killed, file):
     return errors, int(np.frombuffer(stored, np.int32)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_stops_the_other_and_the_job_goes_on_elsewhere(tmp_path, file):
     errors, done = deaths(tmp_path, 1, file)
     assert "stopped sending heartbeats" in errors or "Connection" in errors, errors[-3000:]
@@ -274,13 +274,13 @@ def test_a_process_that_is_killed_stops_the_other_and_the_job_goes_on_elsewhere(
     equal(tmp_path, (np.load(folder / "record.params.npy"), np.load(folder / "record.npz")["metrics/loss"]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_coordinator_that_is_killed_stops_the_other_too(tmp_path, file):
     errors, done = deaths(tmp_path, 0, file)
     assert done >= 4 and ("the coordination service" in errors or "Connection" in errors), errors[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_path, file):
     address = f"127.0.0.1:{launch.free_port()}"
     long = settings(tmp_path, dataset=str(file), coordinator=address, num_processes=2, rounds=100_000)
@@ -299,7 +299,7 @@ def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_p
     assert "is saved" not in errors[1] and sorted(path.name for path in tmp_path.iterdir()) == ["run.ckpt"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_launcher_saves_and_ends_its_processes(tmp_path, file, number, status):
     launcher = spawn(settings(tmp_path, dataset=str(file), local=2, rounds=100_000))
@@ -312,7 +312,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_its_processes(tmp_path, file, n
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.ckpt"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_reports_processes_that_failed(tmp_path, file):
     finish(spawn(settings(tmp_path, dataset=str(file), rounds=2)))
     bad = spawn(settings(tmp_path, dataset=str(file), local=2, clients=7))  # the checkpoint is of 9 clients

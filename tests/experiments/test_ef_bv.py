@@ -154,14 +154,14 @@ def test_the_table_finds_exactly_the_wrong_cells_that_need_no_data():
     assert sum(c.corrected is not None for c in cells) == 108 and len(cells) == 132
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_stepsizes_of_the_table_re_derive_from_the_data(real_data):
     cells = [c for c in ef_bv_table.cells(("mushrooms", "a9a"), read_data=True) if c.quantity.startswith("gamma")]
     wrong = {(c.dataset, c.k, c.xi, c.quantity) for c in cells if c.verdict != "ok"}
     assert wrong == {("a9a", 1, 2, "gamma EF21")}  # E4(d)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "k", "xi"),
     [(name, k, xi) for name in ("mushrooms", "phishing") for k, xi in ef_bv.Settings.pairs] + [("a9a", 2, 1)],

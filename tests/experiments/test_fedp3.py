@@ -100,7 +100,7 @@ def test_every_method_and_option_trains(settings):
     assert len({run.label() for run in runs}) == len(runs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resnet_trains_without_a_block(settings):
     one = replace(settings, model="resnet", rounds=1, every=1, steps=1)
     record = fedp3_runs.train(Run("-B2 (part)", variant="-B2 (part)"), one, "class", 0)
@@ -345,7 +345,7 @@ def test_missing_or_ambiguous_cifar_files_are_named(tmp_path):
         cifar.load(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_measures_every_method(capsys):
     tiny = bench.Settings(clients=4, steps=1, batch=2, rounds=1, width=2, hidden=4, image=(16, 16, 1), more=True)
     found = bench.main(tiny)

@@ -126,7 +126,7 @@ def test_the_table_of_the_theory(settings):
     assert found == pytest.approx(exact, rel=0.15) and printed < found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_claims_hold():
     verdicts = [claim().verdict for claim in claims.CLAIMS]
     assert verdicts == ["corrected"] * 4

@@ -127,7 +127,7 @@ LINES = {
 
 
 @pytest.mark.extra
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero_shot_is_the_accuracy_of_our_own_reader_on_every_task(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     (tmp_path / "zeroshot").mkdir()

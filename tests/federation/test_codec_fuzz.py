@@ -1,6 +1,6 @@
 """Damaged payloads of methods that write their own messages: an error with a reason, or a tree of the right shapes.
 
-`COMMJAX_FUZZ=20000 pytest -m slow tests/federation/test_codec_fuzz.py` tries that many; CI tries a thousand each.
+`COMMJAX_FUZZ=20000 pytest -m long tests/federation/test_codec_fuzz.py` tries that many; CI tries a thousand each.
 """
 
 import os

@@ -15,7 +15,7 @@ from tests.federation.cluster import Cluster, family
 pytest.importorskip("flwr", reason="needs the extra flower")
 from flower_ef_bv import task  # pyright: ignore[reportMissingImports]
 
-pytestmark = [pytest.mark.extra, pytest.mark.slow]
+pytestmark = [pytest.mark.extra, pytest.mark.long]
 N = 4
 
 

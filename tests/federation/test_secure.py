@@ -36,7 +36,7 @@ def cluster(tmp_path):
 
 
 @pytest.mark.extra
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_tls_and_authentication_is_the_run_and_a_stranger_is_kept_out(cluster):
     cluster.up()
     stranger = cluster.node(2)  # its key is not registered

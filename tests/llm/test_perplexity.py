@@ -131,7 +131,7 @@ def test_stories260k_on_whole_stories(real_data):
     assert round(perplexity.nats_per_token(found), 3) == 1.422
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stories260k_on_windows(real_data):
     """All 1000 stories in a row, in 1872 windows of 256 tokens, most of which begin in the middle of a story."""
     model, params, ids = read_stories(real_data, 1000)

@@ -91,7 +91,7 @@ def test_more_blocks_take_no_more_memory(tmp_path):
     assert len(layers) == 16 * 6 and all(layer.sparsity >= 0.5 for layer in layers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif("COMMJAX_LARGE" not in os.environ, reason="COMMJAX_LARGE is not set")
 @LINUX
 def test_a_model_of_1_3_billion_parameters_takes_less_than_3_gigabytes(tmp_path):

@@ -166,7 +166,7 @@ def lm_eval(monkeypatch):
 
 
 @pytest.mark.extra
-@pytest.mark.slow
+@pytest.mark.long
 def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets = pytest.importorskip("datasets")
