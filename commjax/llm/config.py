@@ -5,28 +5,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from commjax.data import bounded
+from commjax.llm.entries import MOST, one_of, positive, switch, whole
 
 _CLASSES = {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _ACTIVATIONS = ("silu", "relu", "gelu")
 _ROPES = ("default", "linear", "llama3")
-# The largest sizes that are accepted: 8 to 100 times those of a Llama with 405 billion parameters.
-MOST = {
-    "vocab_size": 2**22,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "ffn_dim": 2**20,
-    "num_hidden_layers": 2**12,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**14,
-    "max_position_embeddings": 2**27,
-    "original_max_position_embeddings": 2**27,
-    "word_embed_proj_dim": 2**17,
-}
-
-
-_LARGEST = 1e30  # limit of rope_theta and similar numbers, which are computed in float32
 
 
 class Rope(NamedTuple):
@@ -130,16 +114,16 @@ def load(folder: str | os.PathLike) -> Config:
         raise FileNotFoundError(
             f"no {path}; allowed: a model folder of Hugging Face, with config.json and *.safetensors"
         )
-    found = bounded.read_json(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; allowed: a JSON object")
+    content = bounded.read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; allowed: a JSON object")
     try:
-        return from_json(found)
+        return from_json(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def from_json(found: dict[str, Any]) -> Config:
+def from_json(content: dict[str, Any]) -> Config:
     """Convert a parsed `config.json` to a Config.
 
     The spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype) are read.
@@ -147,7 +131,7 @@ def from_json(found: dict[str, Any]) -> Config:
     that contradict each other, are a ValueError.
 
     Args:
-        found: The parsed JSON object.
+        content: The parsed JSON object.
 
     Returns:
         The config, checked.
@@ -156,15 +140,15 @@ def from_json(found: dict[str, Any]) -> Config:
     >>> from_json({"model_type": "llama", "rope_theta": 5e5}) == from_json(new)
     True
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise ValueError(f"model_type={kind!r}; allowed: {', '.join(map(repr, _CLASSES))}")
-    classes = found.get("architectures") or [_CLASSES[kind]]
+    classes = content.get("architectures") or [_CLASSES[kind]]
     if classes != [_CLASSES[kind]]:
         raise ValueError(f"architectures={classes!r} with model_type={kind!r}; allowed: [{_CLASSES[kind]!r}]")
-    if found.get("quantization_config") is not None:
+    if content.get("quantization_config") is not None:
         raise ValueError("quantization_config is set; allowed: a checkpoint in float32, float16 or bfloat16")
-    config = (_llama if kind == "llama" else _opt)(found)
+    config = (_llama if kind == "llama" else _opt)(content)
     return check(config)
 
 
@@ -216,19 +200,19 @@ def to_json(config: Config) -> dict[str, Any]:
         "max_position_embeddings",
         "tie_word_embeddings",
     )
-    found: dict[str, Any] = {"architectures": [_CLASSES[config.architecture]], "model_type": config.architecture}
-    found |= {name: getattr(config, name) for name in shared} | {"torch_dtype": config.dtype}
+    content: dict[str, Any] = {"architectures": [_CLASSES[config.architecture]], "model_type": config.architecture}
+    content |= {name: getattr(config, name) for name in shared} | {"torch_dtype": config.dtype}
     if config.architecture == "opt":
         switches = ("word_embed_proj_dim", "do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine")
-        found |= {name: getattr(config, name) for name in switches}
-        found |= {"ffn_dim": config.intermediate_size, "activation_function": config.activation}
-        return found | {"_remove_final_layer_norm": config.do_layer_norm_before and not config.final_layer_norm}
-    own = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
-    found |= {name: getattr(config, name) for name in own} | {
+        content |= {name: getattr(config, name) for name in switches}
+        content |= {"ffn_dim": config.intermediate_size, "activation_function": config.activation}
+        return content | {"_remove_final_layer_norm": config.do_layer_norm_before and not config.final_layer_norm}
+    llama = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
+    content |= {name: getattr(config, name) for name in llama} | {
         "hidden_act": config.activation,
         "rope_theta": config.rope.theta,
     }
-    return found | {"rope_scaling": _scaling(config.rope)}
+    return content | {"rope_scaling": _scaling(config.rope)}
 
 
 def _scaling(rope: Rope) -> dict[str, Any] | None:
@@ -245,60 +229,60 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     }
 
 
-def _llama(found: dict[str, Any]) -> Config:
-    hidden, heads = _whole(found, "hidden_size", 4096), _whole(found, "num_attention_heads", 32)
-    length = _whole(found, "max_position_embeddings", 2048)
+def _llama(content: dict[str, Any]) -> Config:
+    hidden, heads = whole(content, "hidden_size", 4096), whole(content, "num_attention_heads", 32)
+    length = whole(content, "max_position_embeddings", 2048)
     return Config(
         architecture="llama",
-        vocab_size=_whole(found, "vocab_size", 32000),
+        vocab_size=whole(content, "vocab_size", 32000),
         hidden_size=hidden,
-        intermediate_size=_whole(found, "intermediate_size", 11008),
-        num_hidden_layers=_whole(found, "num_hidden_layers", 32),
+        intermediate_size=whole(content, "intermediate_size", 11008),
+        num_hidden_layers=whole(content, "num_hidden_layers", 32),
         num_attention_heads=heads,
-        num_key_value_heads=_whole(found, "num_key_value_heads", heads),
-        head_dim=_whole(found, "head_dim", None) or _share(hidden, heads),
+        num_key_value_heads=whole(content, "num_key_value_heads", heads),
+        head_dim=whole(content, "head_dim", None) or _share(hidden, heads),
         max_position_embeddings=length,
-        activation=_one_of(found, "hidden_act", "silu", _ACTIVATIONS),
-        tie_word_embeddings=_switch(found, "tie_word_embeddings", False),
-        dtype=_dtype(found),
-        rms_norm_eps=_positive(found, "rms_norm_eps", 1e-6),
-        rope=_rope(found, length),
-        attention_bias=_switch(found, "attention_bias", False),
-        mlp_bias=_switch(found, "mlp_bias", False),
+        activation=one_of(content, "hidden_act", "silu", _ACTIVATIONS),
+        tie_word_embeddings=switch(content, "tie_word_embeddings", False),
+        dtype=_dtype(content),
+        rms_norm_eps=positive(content, "rms_norm_eps", 1e-6),
+        rope=_rope(content, length),
+        attention_bias=switch(content, "attention_bias", False),
+        mlp_bias=switch(content, "mlp_bias", False),
     )
 
 
-def _opt(found: dict[str, Any]) -> Config:
-    hidden, heads = _whole(found, "hidden_size", 768), _whole(found, "num_attention_heads", 12)
-    before = _switch(found, "do_layer_norm_before", True)
+def _opt(content: dict[str, Any]) -> Config:
+    hidden, heads = whole(content, "hidden_size", 768), whole(content, "num_attention_heads", 12)
+    before = switch(content, "do_layer_norm_before", True)
     return Config(
         architecture="opt",
-        vocab_size=_whole(found, "vocab_size", 50272),
+        vocab_size=whole(content, "vocab_size", 50272),
         hidden_size=hidden,
-        intermediate_size=_whole(found, "ffn_dim", 3072),
-        num_hidden_layers=_whole(found, "num_hidden_layers", 12),
+        intermediate_size=whole(content, "ffn_dim", 3072),
+        num_hidden_layers=whole(content, "num_hidden_layers", 12),
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=_share(hidden, heads),
-        max_position_embeddings=_whole(found, "max_position_embeddings", 2048),
-        activation=_one_of(found, "activation_function", "relu", _ACTIVATIONS),
-        tie_word_embeddings=_switch(found, "tie_word_embeddings", True),
-        dtype=_dtype(found),
-        word_embed_proj_dim=_whole(found, "word_embed_proj_dim", hidden),
+        max_position_embeddings=whole(content, "max_position_embeddings", 2048),
+        activation=one_of(content, "activation_function", "relu", _ACTIVATIONS),
+        tie_word_embeddings=switch(content, "tie_word_embeddings", True),
+        dtype=_dtype(content),
+        word_embed_proj_dim=whole(content, "word_embed_proj_dim", hidden),
         do_layer_norm_before=before,
-        final_layer_norm=before and not _switch(found, "_remove_final_layer_norm", False),
-        enable_bias=_switch(found, "enable_bias", True),
-        layer_norm_elementwise_affine=_switch(found, "layer_norm_elementwise_affine", True),
+        final_layer_norm=before and not switch(content, "_remove_final_layer_norm", False),
+        enable_bias=switch(content, "enable_bias", True),
+        layer_norm_elementwise_affine=switch(content, "layer_norm_elementwise_affine", True),
     )
 
 
-def _rope(found: dict[str, Any], length: int) -> Rope:
+def _rope(content: dict[str, Any], length: int) -> Rope:
     """Merge both spellings. Entries that occur twice must agree."""
-    said = [part for name in ("rope_scaling", "rope_parameters") if (part := found.get(name)) is not None]
+    said = [part for name in ("rope_scaling", "rope_parameters") if (part := content.get(name)) is not None]
     if not all(isinstance(part, dict) for part in said):
         raise ValueError(f"rope_scaling, rope_parameters: {said!r}; allowed: JSON objects")
     pairs = [pair for part in said for pair in part.items()]
-    pairs += [(key, found.get(key)) for key in ("rope_theta", "partial_rotary_factor")]
+    pairs += [(key, content.get(key)) for key in ("rope_theta", "partial_rotary_factor")]
     merged: dict[str, Any] = {}
     for key, value in pairs:
         key = "rope_type" if key == "type" else key  # very old files have "type"
@@ -306,17 +290,17 @@ def _rope(found: dict[str, Any], length: int) -> Rope:
             raise ValueError(f"{key} is {merged[key]!r} and {value!r} in two places; allowed: the same twice, or once")
     if merged.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(f"partial_rotary_factor={merged['partial_rotary_factor']!r}; allowed: 1")
-    kind = _one_of(merged, "rope_type", "default", _ROPES)
-    rope = Rope(theta=_positive(merged, "rope_theta", 10000.0), kind=kind)
+    kind = one_of(merged, "rope_type", "default", _ROPES)
+    rope = Rope(theta=positive(merged, "rope_theta", 10000.0), kind=kind)
     if kind == "default":
         return rope
-    rope = rope._replace(factor=_positive(merged, "factor", None))
+    rope = rope._replace(factor=positive(merged, "factor", None))
     if kind == "linear":
         return rope
     rope = rope._replace(
-        low_freq_factor=_positive(merged, "low_freq_factor", None),
-        high_freq_factor=_positive(merged, "high_freq_factor", None),
-        original_length=_whole(merged, "original_max_position_embeddings", length),
+        low_freq_factor=positive(merged, "low_freq_factor", None),
+        high_freq_factor=positive(merged, "high_freq_factor", None),
+        original_length=whole(merged, "original_max_position_embeddings", length),
     )
     if not rope.low_freq_factor < rope.high_freq_factor:
         raise ValueError(
@@ -325,49 +309,12 @@ def _rope(found: dict[str, Any], length: int) -> Rope:
     return rope
 
 
-def _dtype(found: dict[str, Any]) -> Any:
-    said = {str(found[name]).removeprefix("torch.") for name in ("dtype", "torch_dtype") if found.get(name) is not None}
+def _dtype(content: dict[str, Any]) -> Any:
+    entries = (content.get(name) for name in ("dtype", "torch_dtype"))
+    said = {str(entry).removeprefix("torch.") for entry in entries if entry is not None}
     if len(said) > 1 or not said <= set(_DTYPES):
         raise ValueError(f"dtype, torch_dtype: {sorted(said)}; allowed: one of {', '.join(_DTYPES)}")
     return said.pop() if said else "float32"
-
-
-def _whole(found: dict[str, Any], name: str, default: int | None) -> Any:
-    value = default if found.get(name) is None else found[name]
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{name}={value!r}; allowed: a whole number of at least 1")
-    if value is not None and value > MOST[name]:
-        raise ValueError(f"{name}={_shown(value)}; allowed: 1 to {MOST[name]}")
-    return value
-
-
-def _shown(value: int) -> str:
-    """A readable form of a number. Python refuses to print very long integers."""
-    return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
-
-
-def _positive(found: dict[str, Any], name: str, default: float | None) -> float:
-    value = default if found.get(name) is None else found[name]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}; allowed: a positive number")
-    if not 0 < value <= _LARGEST:
-        shown = _shown(value) if isinstance(value, int) else repr(value)
-        raise ValueError(f"{name}={shown}; allowed: a positive number, {_LARGEST:g} at most")
-    return float(value)
-
-
-def _switch(found: dict[str, Any], name: str, default: bool) -> bool:
-    value = default if found.get(name) is None else found[name]
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}; allowed: true or false")
-    return value
-
-
-def _one_of(found: dict[str, Any], name: str, default: str, allowed: tuple[str, ...]) -> Any:
-    value = default if found.get(name) is None else found[name]
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
-    return value
 
 
 def _share(hidden: int, heads: int) -> int:

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from commjax.core.base import Key
 from commjax.llm.base import Hidden, Layers, Model, Params, advance_once, embed_once
 from commjax.llm.layers import linear
-from commjax.pruning import masks, reconstruct, scores, statistics
 from commjax.pruning import recipe as recipes
+from commjax.pruning import reconstruct, scores, sparsity, statistics
 from commjax.pruning.recipe import Recipe
-from commjax.pruning.scores import Score
+from commjax.pruning.scores import Matrix, Score
 from commjax.pruning.statistics import Statistics
 
 # Number of calibration tokens from which the reconstruction error is computed.
@@ -85,8 +86,9 @@ def prune(
     check_windows(model, windows, batch_size)
     sparsities = sparsity_of_blocks(model, params.outer, params.blocks, windows, recipe, batch_size)
     hidden = embed(model, params.outer, windows, batch_size)
-    found = list(pruned_blocks(model, params.blocks, hidden, recipe, sparsities))
-    return Params(params.outer, tuple(block for block, _ in found)), tuple(one for _, some in found for one in some)
+    pruned = list(pruned_blocks(model, params.blocks, hidden, recipe, sparsities))
+    blocks, layers = tuple(block for block, _ in pruned), tuple(layer for _, results in pruned for layer in results)
+    return Params(params.outer, blocks), layers
 
 
 def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
@@ -141,8 +143,9 @@ def pruned_blocks(
     model: Model,
     blocks: Iterable[Layers],
     hidden: Batches,
-    how: Recipe,
+    recipe: Recipe,
     sparsities: np.ndarray,
+    *,
     first: int = 0,
     told: Callable[[int, Layer], None] = lambda done, layer: None,
 ) -> Iterator[tuple[Layers, tuple[Layer, ...]]]:
@@ -152,7 +155,7 @@ def pruned_blocks(
         model: The model.
         blocks: Parameters of the dense blocks from number `first` on.  They are read once, one block at a time.
         hidden: Inputs of block `first`, in batches; they are overwritten.
-        how: The recipe.
+        recipe: The recipe.
         sparsities: Sparsity of every block of the model.
         first: Number of the first block in `blocks`.
         told: Called as told(number of layers done, result of the last one) after every layer, to show progress.
@@ -160,14 +163,14 @@ def pruned_blocks(
     Yields:
         The pruned parameters of each block, and the results of its layers.
     """
-    score, outputs = recipes.scoring(how, model)
+    score, outputs = recipes.scoring(recipe, model)
     for number, block in enumerate(blocks, first):
         calibrated = calibrate(model, block, hidden, outputs)
         layers = []
         for i, name in enumerate(model.linear):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), number), i)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), number), i)
             W = block[name]["kernel"]
-            pruned = _prune(how, score, name, W, calibrated[name].stats, float(sparsities[number]), key)
+            pruned = _prune(recipe, score, name, W, calibrated[name].stats, sparsity=float(sparsities[number]), key=key)
             zeros, error = _outcome(calibrated[name].inputs, W, pruned)
             layers.append(Layer(number, name, float(zeros) / W.size, float(error)))
             block = block | {name: block[name] | {"kernel": pruned}}
@@ -177,11 +180,13 @@ def pruned_blocks(
         yield block, tuple(layers)
 
 
-def _prune(how: Recipe, score: Score, name: str, W, stats: Statistics, sparsity: float, key):
+def _prune(
+    recipe: Recipe, score: Score, name: str, W: Matrix, stats: Statistics, *, sparsity: float, key: Key
+) -> Matrix:
     S = score(W, stats, key)
-    mask = recipes.keep(how, S, sparsity)
-    if how.regrow is not None and name.startswith(how.regrow_layers):
-        return recipes.swap(how, W, mask, stats, S)
+    mask = recipes.keep(recipe, S, sparsity)
+    if recipe.regrow is not None and name.startswith(recipe.regrow_layers):
+        return recipes.swap(recipe, W, mask, stats, S)
     return jnp.where(mask, W, 0)
 
 
@@ -230,7 +235,7 @@ def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
     x, y = (jax.ShapeDtypeStruct((1, size), dtype) for size in W.shape)
     shapes = jax.eval_shape(statistics.of, x, y if outputs else None)
     # NumPy's zeros need no compiled program.
-    stats = jax.tree.map(lambda one: jnp.asarray(np.zeros(one.shape, one.dtype)), shapes)
+    stats = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), shapes)
     return Calibration(stats, jnp.asarray(np.zeros((drawn, W.shape[0]), dtype)))
 
 
@@ -243,14 +248,14 @@ def _calibrate(function, outputs: bool, block: Layers, h: Hidden, total: dict[st
         if outputs or id(x) not in seen:
             seen[id(x)] = statistics.of(x, linear(block[name], x) if outputs else None)
         rows = x.reshape(-1, x.shape[-1])
-        here = ((drawn >= 0) & (drawn < len(rows)))[:, None]
-        inputs = jnp.where(here, jnp.take(rows, drawn, axis=0, mode="clip"), total[name].inputs)
+        in_batch = ((drawn >= 0) & (drawn < len(rows)))[:, None]
+        inputs = jnp.where(in_batch, jnp.take(rows, drawn, axis=0, mode="clip"), total[name].inputs)
         total = total | {name: Calibration(statistics.add(total[name].stats, seen[id(x)]), inputs)}
     return total
 
 
 def sparsity_of_blocks(
-    model: Model, outer: Layers, blocks: Iterable[Layers], windows: Windows, how: Recipe, batch_size: int
+    model: Model, outer: Layers, blocks: Iterable[Layers], windows: Windows, recipe: Recipe, batch_size: int
 ) -> np.ndarray:
     """Sparsity of every block: the same for all, or OWL's.
 
@@ -261,28 +266,28 @@ def sparsity_of_blocks(
         outer: Parameters outside of the blocks.
         blocks: Parameters of the dense blocks; only OWL reads them.
         windows: Tokens to calibrate on, [n, t].
-        how: The recipe.
+        recipe: The recipe.
         batch_size: Windows per batch.
 
     Returns:
         The sparsities [number of blocks].
     """
     count = model.config.num_hidden_layers
-    if how.pattern is not None:
-        return masks.uniform(count, 1 - how.pattern[0] / how.pattern[1])
-    assert how.sparsity is not None
-    if how.spread is None:
-        return masks.uniform(count, how.sparsity)
+    if recipe.pattern is not None:
+        return sparsity.uniform(count, 1 - recipe.pattern[0] / recipe.pattern[1])
+    assert recipe.sparsity is not None
+    if recipe.spread is None:
+        return sparsity.uniform(count, recipe.sparsity)
     hidden, ratios = embed(model, outer, windows, batch_size), []
     for block in blocks:
-        stats = {name: one.stats for name, one in calibrate(model, block, hidden).items()}
+        stats = {name: layer.stats for name, layer in calibrate(model, block, hidden).items()}
         ratios.append(
-            masks.outlier_ratio(
-                [scores.wanda()(block[name]["kernel"], stats[name]) for name in model.linear], how.outlier_multiple
+            sparsity.outlier_ratio(
+                [scores.wanda()(block[name]["kernel"], stats[name]) for name in model.linear], recipe.outlier_multiple
             )
         )
         advance(model, block, hidden)
-    return masks.outlier_weighted(ratios, how.sparsity, how.spread)
+    return sparsity.outlier_weighted(ratios, recipe.sparsity, recipe.spread)
 
 
 @jax.jit

@@ -135,16 +135,16 @@ def scoring(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tup
 
 def _shapes(model: Model) -> dict[tuple[int, ...], str]:
     """Map each shape of a kernel to the first layer that has it."""
-    found: dict[tuple[int, ...], str] = {}
+    shapes: dict[tuple[int, ...], str] = {}
     for name in model.linear:
-        found.setdefault(model.block_shapes[name]["kernel"], name)
-    return found
+        shapes.setdefault(model.block_shapes[name]["kernel"], name)
+    return shapes
 
 
 def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
     """Raise ValueError if no outlier ratios could bring the sparsities into [0, 1).
 
-    `masks.outlier_weighted` checks the rest when the outliers are counted.  With r the mean over blocks of
+    `sparsity.outlier_weighted` checks the rest when the outliers are counted.  With r the mean over blocks of
     (D - min D) / (max D - min D), 1/blocks <= r <= 1 - 1/blocks, sparsities go from sparsity - 2 spread (1 - r) to
     sparsity + 2 spread r.
     """
@@ -243,17 +243,17 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     Returns:
         A dictionary for the manifest.
     """
-    found = {name: _plain(value) for name, value in recipe._asdict().items()}
-    return found | {"pattern": None if recipe.pattern is None else f"{recipe.pattern[0]}:{recipe.pattern[1]}"}
+    entries = {name: _plain(value) for name, value in recipe._asdict().items()}
+    return entries | {"pattern": None if recipe.pattern is None else f"{recipe.pattern[0]}:{recipe.pattern[1]}"}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Choice):
-        return {"name": _name(value.function)} | {name: _plain(one) for name, one in _options(value).items()}
+        return {"name": _name(value.function)} | {name: _plain(option) for name, option in _options(value).items()}
     if isinstance(value, jax.Array | np.ndarray):
         return digest(value)
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if callable(value):
         return _name(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -266,12 +266,12 @@ def _options(choice: Choice) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(f"{_name(choice.function)} with options {sorted(choice.options)}: {error}") from error
     bound.apply_defaults()
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         several = bound.signature.parameters[name].kind == inspect.Parameter.VAR_KEYWORD
-        found |= value if several else {name: value}
-    found.pop("pattern", None)  # the recipe has its own entry for it
-    return found
+        options |= value if several else {name: value}
+    options.pop("pattern", None)  # the recipe has its own entry for it
+    return options
 
 
 def _name(function: Callable) -> str:

@@ -66,14 +66,17 @@ def dsnot(
     Returns:
         The pruned weights W~ [in, out] and the mask after the swaps [in, out].
     """
-    same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
+    same_sign = _checked(
+        W, mask, stats, pattern=pattern, cycles=cycles, threshold=threshold, power=power, same_sign=same_sign
+    )
     if prune is not None and prune.shape != W.shape:
         raise ValueError(f"prune has shape {prune.shape}; allowed: that of W, {W.shape}")
-    return _dsnot(W, mask, stats, prune, threshold, power, cycles, pattern and pattern[1], same_sign)
+    m = pattern and pattern[1]
+    return _dsnot(W, mask, stats, prune, threshold=threshold, power=power, cycles=cycles, m=m, same_sign=same_sign)
 
 
 @partial(jax.jit, static_argnames=("power", "m", "same_sign"))
-def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
+def _dsnot(W, mask, stats, prune, *, threshold, power, cycles, m, same_sign):
     sums, _, variance, norms = _columns(W, stats)
     divisor, threshold, cycles = variance**power, jnp.asarray(threshold, sums.dtype), jnp.asarray(cycles, jnp.int32)
 
@@ -82,7 +85,7 @@ def _dsnot(W, mask, stats, prune, threshold, power, cycles, m, same_sign):
         w = W.astype(sums.dtype)
         grow = _quotient(w * sums, divisor)
         prune = given[0].astype(w.dtype) if given else jnp.abs(w) * norms
-        return swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles, m=m, same_sign=same_sign)
+        return swaps(mask, w, sums[:, 0], grow, prune, threshold=threshold, cycles=cycles, m=m, same_sign=same_sign)
 
     mask = in_blocks(block, W, mask, *(() if prune is None else (prune,)))
     return jnp.where(mask, W, 0), mask
@@ -141,7 +144,9 @@ def r2_dsnot(
     Returns:
         The pruned weights W~ [in, out] and the mask after the swaps [in, out].
     """
-    same_sign = _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign)
+    same_sign = _checked(
+        W, mask, stats, pattern=pattern, cycles=cycles, threshold=threshold, power=power, same_sign=same_sign
+    )
     for name, value in (("alpha", alpha), ("gamma_grow", gamma_grow), ("gamma_prune", gamma_prune)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}={value}; allowed: finite, at least 0")
@@ -151,7 +156,8 @@ def r2_dsnot(
         raise ValueError(f"regularizer={regularizer!r}; allowed: 'out', 'in', 'toggled'")
     rule = (relative_grow, relative_prune, alpha, p, regularizer, literal, power)
     sums, grow, prune = _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule)
-    return _swapped(W, mask, sums, grow, prune, threshold, cycles, pattern and pattern[1], same_sign)
+    m = pattern and pattern[1]
+    return _swapped(W, mask, sums, grow, prune, threshold=threshold, cycles=cycles, m=m, same_sign=same_sign)
 
 
 @partial(jax.jit, static_argnames="rule")
@@ -204,18 +210,28 @@ def _columns(W, stats):
 
 
 @partial(jax.jit, static_argnames=("m", "same_sign"))
-def _swapped(W, mask, sums, grow, prune, threshold, cycles, m, same_sign):
+def _swapped(W, mask, sums, grow, prune, *, threshold, cycles, m, same_sign):
     threshold, cycles = jnp.asarray(threshold, grow.dtype), jnp.asarray(cycles, jnp.int32)
 
     def block(W, mask, grow, prune):
         w = W.astype(grow.dtype)
-        return swaps(mask, w, sums[:, 0], grow, prune, threshold, cycles, m=m, same_sign=same_sign)
+        return swaps(mask, w, sums[:, 0], grow, prune, threshold=threshold, cycles=cycles, m=m, same_sign=same_sign)
 
     mask = in_blocks(block, W, mask, grow, prune)
     return jnp.where(mask, W, 0), mask
 
 
-def _checked(W, mask, stats, pattern, cycles, threshold, power, same_sign) -> bool:
+def _checked(
+    W: Matrix,
+    mask: Bool[Array, "_ _"],
+    stats: Statistics,
+    *,
+    pattern: tuple[int, int] | None,
+    cycles: int,
+    threshold: float,
+    power: float,
+    same_sign: bool | None,
+) -> bool:
     """Validate the arguments; returns `same_sign` with its default filled in."""
     if mask.shape != W.shape:
         raise ValueError(f"mask has shape {mask.shape}; allowed: that of W, {W.shape}")

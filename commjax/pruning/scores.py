@@ -22,8 +22,8 @@ family |W| (u + v)), W10 (axes, not rows and columns), W12 (sampling), W14 (p = 
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,227 +31,58 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from commjax.core.base import Key
-from commjax.pruning import masks
-from commjax.pruning.statistics import Statistics, input_norm, output_norm, wide
+from commjax.pruning.joins import Matrix, harmonic, plain, relative, relative_to_sum, root
+from commjax.pruning.statistics import Statistics, wide
+from commjax.pruning.terms import (
+    Axis,
+    Sampled,
+    Sampling,
+    Term,
+    Vector,
+    activation_norms,
+    activations,
+    given,
+    norm,
+    ratio,
+    weights,
+)
 
-Axis = Literal["in", "out"]
-Matrix = Float[Array, "i o"]
-Norms = Float[Array, "#i #o"]  # norms of inputs [in, 1] or of outputs [1, out]
-Vector = Float[Array, "d"]
-Term = Callable[[Matrix, Statistics | None, Key | None, Axis], Vector]  # (|W|, stats, key, axis) -> norms
+__all__ = [
+    "Axis",
+    "Join",
+    "Matrix",
+    "Sampling",
+    "Score",
+    "Term",
+    "Vector",
+    "activations",
+    "general",
+    "general_diagonal",
+    "given",
+    "harmonic",
+    "magnitude",
+    "norm",
+    "owanda",
+    "plain",
+    "ratio",
+    "relative",
+    "relative_to_sum",
+    "ri",
+    "ria",
+    "root",
+    "score",
+    "stoch_ria",
+    "symmetric",
+    "symwanda",
+    "wanda",
+    "weights",
+]
+
 Join = Callable[..., Matrix]  # (|W|, norms that broadcast against it) -> matrix
 Score = Callable[..., Matrix]  # (W, stats=None, key=None) -> matrix
 
 
-class Sampling(NamedTuple):
-    """Sampled norms: tau = max(1, floor(beta min(in, out))) entries, drawn without replacement.
-
-    Attributes:
-        beta: Share of the entries, 0 < beta <= 1.
-        shared: False: every input and every output has its own draw.  True: all inputs share one draw of outputs, and
-            all outputs share one draw of inputs; this is another estimator, and a cheaper one.
-    """
-
-    beta: float
-    shared: bool = False
-
-
-def _divide(a: Array, b: Array) -> Array:
-    """a / b, and 0 where b is 0."""
-    return jnp.where(b == 0, 0, a / b)
-
-
-def relative(w: Matrix, *norms: Norms) -> Matrix:
-    """S1: |W| / u + |W| / v, where a quotient by a zero norm is 0.
-
-    Args:
-        w: |W| [in, out].
-        *norms: u [in, 1] and v [1, out], or one of them.
-
-    Returns:
-        The matrix [in, out].
-    """
-    return sum((_divide(w, norm) for norm in norms[1:]), _divide(w, norms[0]))
-
-
-def relative_to_sum(w: Matrix, *norms: Norms) -> Matrix:
-    """S2: |W| / (u + v), and 0 where u + v is 0.
-
-    Args:
-        w: |W| [in, out].
-        *norms: u [in, 1] and v [1, out], or one of them.
-
-    Returns:
-        The matrix [in, out].
-    """
-    return _divide(w, sum(norms[1:], norms[0]))
-
-
-def plain(w: Matrix, *norms: Norms) -> Matrix:
-    """S3: |W| (u + v).
-
-    Args:
-        w: |W| [in, out].
-        *norms: u [in, 1] and v [1, out], or one of them.
-
-    Returns:
-        The matrix [in, out].
-    """
-    return w * sum(norms[1:], norms[0])
-
-
-def harmonic(w: Matrix, *norms: Norms) -> Matrix:
-    """S4: |W| / (1/u + 1/v), and 0 where a norm is 0.
-
-    Args:
-        w: |W| [in, out].
-        *norms: u [in, 1] and v [1, out], or one of them.
-
-    Returns:
-        The matrix [in, out].
-    """
-    return w / sum((1 / norm for norm in norms[1:]), 1 / norms[0])
-
-
-def root(w: Matrix, *norms: Norms) -> Matrix:
-    """The join of the squared objective: |W| sqrt(u^2 + v^2).
-
-    Args:
-        w: |W| [in, out].
-        *norms: u [in, 1] and v [1, out], or one of them.
-
-    Returns:
-        The matrix [in, out].
-    """
-    return w * jnp.sqrt(sum((norm * norm for norm in norms[1:]), norms[0] * norms[0]))
-
-
-def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
-    """Norms of a matrix: |W_j:|_p of every input (axis "in") or |W_:k|_p of every output (axis "out").
-
-    >>> norm(jnp.array([[3.0, 4.0], [0.0, 2.0]]), 2.0, "in").tolist()
-    [5.0, 2.0]
-
-    Args:
-        w: Matrix [in, out].
-        p: Which norm: 0 counts nonzeros; math.inf is allowed.
-        axis: "in" or "out".
-        where: Mask of the entries that count, which broadcasts against w; None: all of them.
-
-    Returns:
-        The norms, [in] or [out].
-    """
-    along = 1 if axis == "in" else 0
-    w = jnp.abs(w) if where is None else jnp.where(where, jnp.abs(w), 0)
-    if p == 0:
-        return jnp.sum(w != 0, axis=along).astype(w.dtype)
-    if p == 1:
-        return jnp.sum(w, axis=along)
-    if p == 2:
-        return jnp.sqrt(jnp.sum(w * w, axis=along))
-    largest = jnp.max(w, axis=along, keepdims=True)
-    if math.isinf(p):
-        return jnp.squeeze(largest, along)
-    scaled = _divide(w, largest)  # otherwise small weights would underflow
-    return jnp.squeeze(largest, along) * jnp.sum(scaled**p, axis=along) ** (1 / p)
-
-
-def activations() -> Term:
-    """A term of activations: |X_:j|_2 on the in side and |Y_:k|_2 on the out side, divided by sqrt(samples).
-
-    Returns:
-        The term, which needs `stats`.
-    """
-    return lambda w, stats, key, axis: _of_activations(w, stats, axis)
-
-
-def given(norms: Vector) -> Term:
-    """A term of norms that the caller computed.
-
-    Args:
-        norms: The norms, [in] or [out].
-
-    Returns:
-        The term.
-    """
-    return lambda w, stats, key, axis: _of_length(norms, w, axis, "norms")
-
-
-def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
-    """A term of weights: |W_j:|_p on the in side and |W_:k|_p on the out side.
-
-    Args:
-        p: Which norm: 0 (number of nonzeros), or at least 1 (math.inf included).
-        sampling: Draw the entries that count; None: all entries.
-
-    Returns:
-        The term.  With `sampling` it needs a key.
-    """
-    if not (p == 0 or p >= 1):
-        raise ValueError(f"p={p}; allowed: 0, or at least 1 (math.inf included)")
-    if sampling is not None and not 0 < sampling.beta <= 1:
-        raise ValueError(f"beta={sampling.beta}; allowed: 0 < beta <= 1")
-
-    if sampling is not None:
-        return _Sampled(p, sampling)
-    return lambda w, stats, key, axis: norm(w, p, axis)
-
-
-def ratio(a: Term, b: Term) -> Term:
-    """The quotient a / b of two terms, and 0 where b is 0.
-
-    Args:
-        a: A term.
-        b: A term.
-
-    Returns:
-        The term.
-    """
-    return lambda *arguments: _divide(a(*arguments), b(*arguments))
-
-
-class _Sampled(NamedTuple):
-    """A term of sampled norms, which `score` computes in a program of its own.
-
-    The draws take long to compile, and this program is the same for every beta.
-    """
-
-    p: float
-    sampling: Sampling
-
-    def __call__(self, w: Matrix, stats: Statistics | None, key: Key | None, axis: Axis) -> Vector:
-        if key is None:
-            raise ValueError("key=None; allowed: a key, because this score samples")
-        tau = max(1, math.floor(self.sampling.beta * min(w.shape) + 1e-9))
-        return _sampled(w, key, tau, self.p, axis, self.sampling.shared)
-
-
-@partial(jax.jit, static_argnames=("p", "axis", "shared"))
-def _sampled(w, key, tau, p, axis, shared):
-    """Norms of the entries with the tau least random words.
-
-    Ties, of probability about tau / 2^31, go to the first entry.
-    """
-    w = w.astype(wide(w.dtype))
-    rows = w if axis == "in" else w.T
-    words = jax.random.bits(key, (1 if shared else len(rows), rows.shape[1]), jnp.uint32) >> 1
-    return norm(rows, p, "in", masks.least(words.astype(jnp.int32), tau, "input"))
-
-
-def _of_length(vector, w, axis, name):
-    size = w.shape[0 if axis == "in" else 1]
-    if vector.shape != (size,):
-        raise ValueError(f"{name} has shape {vector.shape}; allowed: ({size},) on the {axis} side of W {w.shape}")
-    return vector.astype(w.dtype)
-
-
-def _of_activations(w, stats, axis):
-    if stats is None:
-        raise ValueError("stats=None; allowed: Statistics, because this score needs activations")
-    return _of_length((input_norm if axis == "in" else output_norm)(stats), w, axis, "stats")
-
-
-def _power(a, alpha):
+def _power(a: Vector, alpha: float) -> Vector:
     """a^alpha; square roots and squares are computed exactly as in the released code."""
     exact = {1.0: lambda: a, 0.5: lambda: jnp.sqrt(a), 2.0: lambda: a * a}
     return exact.get(alpha, lambda: a**alpha)()
@@ -293,14 +124,14 @@ def score(
                 u = drawn[axis] if axis in drawn else term(w, stats, keys.get(axis), axis)
                 norms.append(u[:, None] if axis == "in" else u[None, :])
         S = join(w, *norms) if norms else w
-        S = S * _power(_of_activations(w, stats, "in"), alpha)[:, None] if alpha else S
+        S = S * _power(activation_norms(w, stats, "in"), alpha)[:, None] if alpha else S
         return S, jnp.all(jnp.isfinite(S))
 
     def apply(W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
         if 0 in W.shape:
             raise ValueError(f"W has shape {W.shape}; allowed: at least one input and one output")
         keys: dict[Axis, Key] = {} if key is None else dict(zip(terms, jax.random.split(key)))
-        sampled: dict[Axis, _Sampled] = {axis: term for axis, term in terms.items() if isinstance(term, _Sampled)}
+        sampled: dict[Axis, Sampled] = {axis: term for axis, term in terms.items() if isinstance(term, Sampled)}
         drawn = {axis: term(W, stats, keys.get(axis), axis) for axis, term in sampled.items()}
         S, finite = matrix(W, stats, keys, drawn)
         _check_finite(finite, W=W, stats=stats)

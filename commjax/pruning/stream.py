@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +34,7 @@ from commjax.llm.base import Layers
 from commjax.llm.checkpoints import Checkpoint
 from commjax.pruning import model as in_memory
 from commjax.pruning import recipe as recipes
+from commjax.pruning import shards
 from commjax.pruning.model import Layer, Windows
 from commjax.pruning.recipe import Recipe
 
@@ -87,7 +88,7 @@ def prune_folder(
         "commjax": __version__,
         "recipe": recipes.describe(recipe),
         "calibration": {"windows": list(windows.shape), "batch_size": batch_size, "digest": digest(windows)},
-        "source": _fingerprint(checkpoint),
+        "source": shards.fingerprint(checkpoint),
     }
     _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
     with _locked(partial):
@@ -123,16 +124,15 @@ def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
     Returns:
         The result of every layer.
     """
-    return tuple(Layer(**one) for block in manifest["blocks"] for one in block)
+    return tuple(Layer(**layer) for block in manifest["blocks"] for layer in block)
 
 
 def _begin(
     partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], sparsities: Callable[[], list[float]]
 ) -> None:
     """Create the folder of a new run."""
-    for torn in partial.parent.glob(
-        f".{glob.escape(partial.name)}.*"
-    ):  # left by a process that was killed in this function
+    # Folders that were left by a process that was killed in this function.
+    for torn in partial.parent.glob(f".{glob.escape(partial.name)}.*"):
         if _TORN.fullmatch(torn.name) and torn.is_dir():
             shutil.rmtree(torn)
     if not partial.exists():
@@ -167,9 +167,9 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
         ) from error
     for name, value in json.loads(json.dumps(identity)).items():
         if manifest.get(name) != value:
-            there, here = _differing(manifest.get(name), value)
+            written, wanted = _differing(manifest.get(name), value)
             raise ValueError(
-                f"{partial} is of another run: {name} is {there} there, {here} here; remove it, or choose another "
+                f"{partial} is of another run: {name} is {written} there, {wanted} here; remove it, or choose another "
                 "folder"
             )
     _remove_torn(partial)
@@ -189,12 +189,12 @@ def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {"sha256": hashlib.sha256(said.encode()).hexdigest()}
 
 
-def _differing(there: Any, here: Any) -> tuple[Any, Any]:
+def _differing(written: Any, wanted: Any) -> tuple[Any, Any]:
     """Reduce two dictionaries to the entries that differ."""
-    if not isinstance(there, dict) or not isinstance(here, dict):
-        return there, here
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return {name: there.get(name) for name in names}, {name: here.get(name) for name in names}
+    if not isinstance(written, dict) or not isinstance(wanted, dict):
+        return written, wanted
+    names = [name for name in {**written, **wanted} if written.get(name) != wanted.get(name)]
+    return {name: written.get(name) for name in names}, {name: wanted.get(name) for name in names}
 
 
 def _remove_torn(partial: Path) -> None:
@@ -209,21 +209,21 @@ def _forget_altered(partial: Path, checkpoint: Checkpoint, manifest: dict[str, A
 
     They are computed again, with the same bits.
     """
-    shards = [_shard(checkpoint, number) for number in range(len(manifest["blocks"]) + 1)]
-    good = [_sha256(partial / file) == manifest["files"].get(file, "none") for file in shards]
+    files = [shards.file_name(checkpoint, number) for number in range(len(manifest["blocks"]) + 1)]
+    good = [shards.sha256(partial / file) == manifest["files"].get(file, "none") for file in files]
     if not good[0]:
-        manifest["files"].pop(shards[0], None)  # it is written again from the source
+        manifest["files"].pop(files[0], None)  # it is written again from the source
     if all(good[1:]):
         return
     first = good[1:].index(False)
     if progress:
         print(
-            f"{partial / shards[first + 1]} is not as it was written: block {first} and those after it are computed "
+            f"{partial / files[first + 1]} is not as it was written: block {first} and those after it are computed "
             "again",
             file=sys.stderr,
         )
     del manifest["blocks"][first:]
-    kept = set(shards[: first + 1])
+    kept = set(files[: first + 1])
     manifest["files"] = {file: sha for file, sha in manifest["files"].items() if file in kept}
 
 
@@ -250,33 +250,34 @@ def _run(job: _Job, manifest: dict[str, Any]) -> None:
     partial, checkpoint, model = job.partial, job.checkpoint, job.checkpoint.model
     count, finished = model.config.num_hidden_layers, len(manifest["blocks"])
     outer = checkpoints.read_outer(checkpoint)
-    if _shard(checkpoint, 0) not in manifest["files"]:
+    if shards.file_name(checkpoint, 0) not in manifest["files"]:
         _write(partial, checkpoint, manifest, 0, names.outer_tensors(model, outer))
     if finished == count:
         return
     hidden = in_memory.embed(model, outer, job.windows, job.batch_size)
     del outer
     for number in range(finished):
-        in_memory.advance(model, _read_shard(checkpoint, partial, number), hidden)
-    layers = len(model.linear)
+        in_memory.advance(model, shards.read_block(checkpoint, partial, number), hidden)
+    per_block = len(model.linear)
     # A block is written while the next one is computed.
-    with progress_bar("pruning", count * layers, finished * layers, job.progress) as bar, ThreadPoolExecutor(1) as disk:
+    progress = progress_bar("pruning", count * per_block, finished * per_block, job.progress)
+    with progress as bar, ThreadPoolExecutor(1) as disk:
         pruned = in_memory.pruned_blocks(
             model,
             _blocks(checkpoint, finished),
             hidden,
             job.recipe,
             np.asarray(manifest["sparsities"]),
-            finished,
-            lambda done, layer: bar(done, {"block": float(layer.block), "error": layer.error}),
+            first=finished,
+            told=lambda done, layer: bar(done, {"block": float(layer.block), "error": layer.error}),
         )
         written: Future | None = None
         if job.stop():
             raise _stopped(partial, finished, count)
-        for number, (block, found) in enumerate(pruned, finished):
+        for number, (block, layers) in enumerate(pruned, finished):
             if written is not None:
                 written.result()  # at most one block waits for the disk
-            written = disk.submit(_finish, partial, checkpoint, manifest, number, block, found)
+            written = disk.submit(_finish, partial, checkpoint, manifest, number, block, layers)
             if number + 1 < count and job.stop():
                 written.result()
                 raise _stopped(partial, number + 1, count)
@@ -294,11 +295,11 @@ def _finish(
     manifest: dict[str, Any],
     number: int,
     block: Layers,
-    found: tuple[Layer, ...],
+    layers: tuple[Layer, ...],
 ) -> None:
     """Write the shard of a block, then the manifest: what the manifest lists exists."""
     tensors = names.block_tensors(checkpoint.model, number, block)
-    manifest["blocks"].append([one._asdict() for one in found])
+    manifest["blocks"].append([layer._asdict() for layer in layers])
     _write(partial, checkpoint, manifest, number + 1, tensors)
 
 
@@ -306,7 +307,7 @@ def _write(
     partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], number: int, tensors: dict[str, np.ndarray]
 ) -> None:
     """Write a shard, then the manifest with its sha256."""
-    file = _shard(checkpoint, number)
+    file = shards.file_name(checkpoint, number)
     manifest["files"] = dict(sorted({**manifest["files"], file: export.write_tensors(partial / file, tensors)}.items()))
     export.write_json(partial / MANIFEST, _sealed(manifest))
 
@@ -316,52 +317,12 @@ def _end(partial: Path, checkpoint: Checkpoint) -> None:
     _remove_torn(partial)
     # Copied again, because the manifest has no sha256 of these files.
     export.copy_beside(checkpoint.folder, partial, omit=(MANIFEST,))
-    files = {name: _shard(checkpoint, 0) for name in _names(checkpoint, None)}
+    files = {name: shards.file_name(checkpoint, 0) for name in shards.tensor_names(checkpoint, None)}
     for number in range(checkpoint.model.config.num_hidden_layers):
-        files |= {name: _shard(checkpoint, number + 1) for name in _names(checkpoint, number)}
-    export.write_index(partial, files, sum(_bytes(partial / file) for file in set(files.values())))
+        files |= {name: shards.file_name(checkpoint, number + 1) for name in shards.tensor_names(checkpoint, number)}
+    export.write_index(partial, files, sum(shards.tensor_bytes(partial / file) for file in set(files.values())))
     checkpoints.open_folder(partial)
-
-
-def _bytes(path: Path) -> int:
-    """Bytes of the tensors of a file.  The header precedes them, and its length is in the first 8 bytes."""
-    with open(path, "rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def _shard(checkpoint: Checkpoint, number: int) -> str:
-    """File name of a shard.  Shard 0 has the tensors outside of the blocks."""
-    return f"model-{number + 1:05d}-of-{checkpoint.model.config.num_hidden_layers + 1:05d}.safetensors"
-
-
-def _names(checkpoint: Checkpoint, block: int | None) -> Iterable[str]:
-    """Names of the tensors of a block; None: of those outside of the blocks."""
-    model = checkpoint.model
-    if block is None:
-        return names.leaves(model.outer_shapes, model.outer_prefixes)
-    return names.leaves(model.block_shapes, names.block_prefixes(model, block))
 
 
 def _blocks(checkpoint: Checkpoint, first: int) -> Iterator[Layers]:
     return (checkpoints.read_block(checkpoint, i) for i in range(first, checkpoint.model.config.num_hidden_layers))
-
-
-def _read_shard(checkpoint: Checkpoint, partial: Path, number: int) -> Layers:
-    path = partial / _shard(checkpoint, number + 1)
-    tensors = {name: (path, name) for name in _names(checkpoint, number)}
-    return checkpoints.read_block(checkpoint._replace(tensors=tensors), number)
-
-
-def _fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """sha256 of config.json and of every file of weights."""
-    files = {checkpoint.folder / "config.json", *(path for path, _ in checkpoint.tensors.values())}
-    return {path.name: _sha256(path) for path in sorted(files)}
-
-
-def _sha256(path: Path) -> str | None:
-    """sha256 of a file, read in pieces; None if there is no such file."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return None

@@ -81,8 +81,8 @@ def _iota(shape):
 def _first(mask, way=None):
     """First position along axis 0 where mask is True; the last one where `way` [o] is -1.  There must be one."""
     positions = _iota(mask.shape) if way is None else way[None] * _iota(mask.shape)
-    found = jnp.min(jnp.where(mask, positions, mask.shape[0] - 1), axis=0)
-    return found if way is None else way * found
+    position = jnp.min(jnp.where(mask, positions, mask.shape[0] - 1), axis=0)
+    return position if way is None else way * position
 
 
 def _chunk(keys, chunk):
@@ -110,16 +110,16 @@ def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], 
     later = place > index[None] if way is None else way[None] * (place - index[None]) > 0
     rows = jnp.where((rows < key[None]) | ((rows == key[None]) & later), rows, 0)
     most = jnp.max(rows, axis=0)
-    found = chunk * size + _first(rows == most[None], way)
-    left = jnp.max(jnp.where(place == found[None], 0, rows), axis=0)
+    taken = chunk * size + _first(rows == most[None], way)
+    left = jnp.max(jnp.where(place == taken[None], 0, rows), axis=0)
     side, out = jnp.stack([positive, ~positive]), jnp.arange(keys.shape[-1])
     return (
         most > 0,
-        found,
+        taken,
         _Queue(
             queue.best.at[jnp.where(positive, 0, 1), chunk, out].set(left, unique_indices=True),
             jnp.where(side, most[None], queue.key),
-            jnp.where(side, found[None], queue.index),
+            jnp.where(side, taken[None], queue.index),
         ),
     )
 
@@ -134,15 +134,40 @@ def _taken(keys: Int[Array, "n c o"], queue: _Queue, inputs: int, *, from_end: b
     return positive | (-flat > down[None]) | ((-flat == down[None]) & (place <= down_index[None]))
 
 
+def _keys(
+    mask: Mask, contribution: Matrix, grow: Matrix, prune: Matrix, m: int | None
+) -> tuple[Int[Array, "n c o"], Int[Array, "k d o"]]:
+    """Keys of the candidates to grow and to prune, in chunks; 0 for an input that is no candidate."""
+    kind = _INT[grow.dtype.itemsize]
+    grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
+    # The candidate of least prune score is the best.  For a positive error the contribution must be negative; in a
+    # group of m all kept weights are candidates.
+    side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
+    prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
+    # Computed once, because each key is compared with the key of the latest candidate taken.
+    return tree.once((grow_keys, prune_keys))
+
+
+def _least_of_group(
+    keys: Int[Array, "k m o"], g: Int[Array, "o"], mask: Mask
+) -> tuple[Bool[Array, "o"], Int[Array, "o"]]:
+    """The best input to prune in the group of g, among the inputs that are kept now and were kept at first."""
+    m = keys.shape[1]
+    chunk = g // m
+    rows = jnp.where(_chunk(mask.reshape(keys.shape), chunk), _chunk(keys, chunk), 0)
+    most = jnp.max(rows, axis=0)
+    return most > 0, chunk * m + _first(rows == most[None])
+
+
 def swaps(
     mask: Mask,
     W: Matrix,
     sums: Float[Array, "i"],
     grow: Matrix,
     prune: Matrix,
+    *,
     threshold: Float[Array, ""],
     cycles: Int[Array, ""],
-    *,
     m: int | None,
     same_sign: bool,
 ) -> Mask:
@@ -176,14 +201,8 @@ def swaps(
         The mask after the swaps [in, out].
     """
     inputs, outputs = mask.shape
-    kind, contribution = _INT[grow.dtype.itemsize], W * sums[:, None]
-    grow_keys = _chunked(jnp.where(mask, 0, jnp.sign(grow).astype(kind) * _ordered(grow)), _CHUNK)
-    # The candidate of least prune score is the best.  For a positive error the contribution must be negative; in a
-    # group of m all kept weights are candidates.
-    side = jnp.ones((), kind) if m else -jnp.sign(contribution).astype(kind)
-    prune_keys = _chunked(jnp.where(mask, side * (jnp.iinfo(kind).max - _ordered(prune)), 0), m or _CHUNK)
-    # Computed once, because each key is compared with the key of the latest candidate taken.
-    grow_keys, prune_keys = tree.once((grow_keys, prune_keys))
+    contribution = W * sums[:, None]
+    grow_keys, prune_keys = _keys(mask, contribution, grow, prune, m)
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
     out = jnp.arange(outputs)
 
@@ -191,18 +210,11 @@ def swaps(
         # Computed from W, so that no matrix of contributions is written to memory.
         return jnp.take_along_axis(W, index[None], axis=0, mode="clip")[0] * sums[index]
 
-    def least_of_group(g, mask):
-        """The best p in the group of g, among the inputs that are kept now and were kept at first."""
-        chunk = g // m
-        rows = jnp.where(_chunk(mask.reshape(prune_keys.shape), chunk), _chunk(prune_keys, chunk), 0)
-        most = jnp.max(rows, axis=0)
-        return most > 0, chunk * m + _first(rows == most[None])
-
     def cycle(carry):
         t, error, active, grow, prune, mask = carry
         has_g, g, grow_after = _take(grow_keys, grow, error > 0, from_end=True)
         if mask is not None:
-            has_p, p = least_of_group(g, mask)
+            has_p, p = _least_of_group(prune_keys, g, mask)
         else:
             has_p, p, prune_after = _take(prune_keys, prune, error > 0)
         after = error + at(p) - at(g)
@@ -261,5 +273,5 @@ def in_blocks(function: Callable[..., Mask], *matrices: Array) -> Mask:
     def block(start):
         return function(*(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in padded))
 
-    found = jax.lax.map(block, size * jnp.arange(number, dtype=jnp.int32))
-    return jnp.moveaxis(found, 0, 1).reshape(-1, number * size)[:, :outputs]
+    blocks = jax.lax.map(block, size * jnp.arange(number, dtype=jnp.int32))
+    return jnp.moveaxis(blocks, 0, 1).reshape(-1, number * size)[:, :outputs]

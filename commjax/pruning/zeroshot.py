@@ -2,7 +2,7 @@
 
     score = scorer(*llm.load(folder), tokens.load(folder))
     accuracy(score, read(path, arc))        local files, without lm-eval
-    template_lm(...)                        the same model for lm-eval's own tasks
+    lm_eval.template_lm(...)                the same model for lm-eval's own tasks
 
 Thesis: Sec. 6.4.3, Table 6.6.  The tasks are worded as in lm-eval 0.4.
 """
@@ -185,14 +185,14 @@ def read(
     Returns:
         The questions.
     """
-    found, lines = [], bounded.text(path).split("\n")
+    questions, lines = [], bounded.text(path).split("\n")
     # splitlines would also split at U+2028 and U+0085, which a JSON text may contain.
     for number, line in [pair for pair in enumerate(lines, 1) if pair[1].strip()][:limit]:
         try:
-            found.append(task(json.loads(line)))
+            questions.append(task(json.loads(line)))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no question of {task.__name__}: {error!r}") from error
-    return found
+    return questions
 
 
 # Scoring.
@@ -252,13 +252,13 @@ def accuracy(score: Callable[[Sequence[tuple[str, str]]], list[Likelihood]], que
     """
     if not questions:
         raise ValueError("questions is empty; allowed: at least one")
-    pairs = [pair for one in questions for pair in zip(one.contexts, one.continuations)]
+    pairs = [pair for question in questions for pair in zip(question.contexts, question.continuations)]
     logs = iter(score(pairs))
     right, normed = [], []
-    for one in questions:
-        found = np.array([next(logs)[0] for _ in one.contexts])
-        right.append(int(np.argmax(found)) == one.answer)
-        normed.append(int(np.argmax(found / np.array(one.lengths))) == one.answer)
+    for question in questions:
+        values = np.array([next(logs)[0] for _ in question.contexts])
+        right.append(int(np.argmax(values)) == question.answer)
+        normed.append(int(np.argmax(values / np.array(question.lengths))) == question.answer)
     return Accuracy(float(np.mean(right)), float(np.mean(normed)), len(questions))
 
 
@@ -287,7 +287,7 @@ def likelihoods(model: Model, params: Params, pairs: Sequence[Pair], *, batch_si
             )
     whole = [np.array([*context, *continuation][-(most + 1) :], np.int32) for context, continuation in pairs]
     order = sorted(range(len(pairs)), key=lambda i: len(whole[i]))
-    found: list[Likelihood] = [(0.0, False)] * len(pairs)
+    results: list[Likelihood] = [(0.0, False)] * len(pairs)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         length = min(most, _rounded(max(len(whole[i]) for i in rows) - 1))
@@ -297,8 +297,8 @@ def likelihoods(model: Model, params: Params, pairs: Sequence[Pair], *, batch_si
         logs, greedy = _score(model, params, windows, batch_size)
         for row, i in enumerate(rows):
             part = slice(len(whole[i]) - 1 - len(pairs[i][1]), len(whole[i]) - 1)
-            found[i] = float(logs[row, part].sum()), bool(greedy[row, part].all())
-    return found
+            results[i] = float(logs[row, part].sum()), bool(greedy[row, part].all())
+    return results
 
 
 def _rounded(length: int) -> int:
@@ -317,66 +317,10 @@ def _score(model: Model, params: Params, windows: Int[np.ndarray, "b t"], batch_
 def _tokens(head, outer: Layers, h: Hidden, targets: Int[Array, "b t"]):
     """log p of every target, and whether it is the likeliest token."""
 
-    def one(pair):
+    def token(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         h, target = pair
         logits = head(outer, h[None, None])[0, 0].astype(jnp.float32)
         return logits[target] - jax.nn.logsumexp(logits), jax.lax.argmax(logits, 0, target.dtype) == target
 
     pairs = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
-    return jax.tree.map(lambda a: a.reshape(targets.shape), jax.lax.map(one, pairs, batch_size=_POSITIONS))
-
-
-def template_lm(model: Model, params: Params, tokenizer: Tokenizer, *, eot: int = 2, batch_size: int = 8) -> Any:
-    """The model as lm-eval's `TemplateLM`, without torch.
-
-        lm_eval.simple_evaluate(model=template_lm(...), tasks=[...])
-
-    It computes likelihoods only; a task that generates text is refused.
-
-    Args:
-        model: The model.
-        params: Its parameters.
-        tokenizer: Its tokenizer.
-        eot: Token that precedes a text if the tokenizer has no first token of its own.
-        batch_size: Pairs per batch.
-
-    Returns:
-        An instance of a subclass of `lm_eval.api.model.TemplateLM`.
-    """
-    try:
-        from lm_eval import utils
-        from lm_eval.api.model import TemplateLM
-    except ImportError as error:
-        raise ImportError("lm-eval is not installed: pip install 'commjax[eval]'") from error
-    first = tokenizer.encode("")
-
-    class Face(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            return eot
-
-        @property
-        def prefix_token_id(self) -> int:
-            return first[0] if first else eot
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            found = tokenizer.encode(string)
-            return found[len(first) :] if add_special_tokens is False else found
-
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[Likelihood]:
-            return likelihoods(model, params, [(a, b) for _, a, b in requests], batch_size=batch_size)
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            def one(text: str) -> float:
-                ids = self.tok_encode(text, add_special_tokens=False)
-                length = model.config.max_position_embeddings
-                windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, length, 1)
-                pairs = [utils.make_disjoint_window(window) for window in windows]
-                return sum(log for log, _ in likelihoods(model, params, pairs, batch_size=batch_size))
-
-            return [one(request.args[0]) for request in requests]
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            raise NotImplementedError("this face gives likelihoods; allowed: tasks that compare them, or rolling ones")
-
-    return Face()
+    return jax.tree.map(lambda a: a.reshape(targets.shape), jax.lax.map(token, pairs, batch_size=_POSITIONS))

@@ -61,7 +61,7 @@ def torch_2_4(W, norms):
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, least, True).reshape(W.shape)
 
 
-def torch_dsnot(W, pruned, sums, variance, norms, same_sign, cycles=50, threshold=0.1):
+def torch_dsnot(W, pruned, sums, variance, norms, *, same_sign, cycles=50, threshold=0.1):
     """Run the released loop of DSnoT, rewritten, on matrices [out, in].
 
     Args:
@@ -151,12 +151,14 @@ def main(settings: Settings) -> None:
     for same_sign in (False, True):
         seconds = turns(
             lambda same_sign=same_sign: regrow.dsnot(W, mask, stats, same_sign=same_sign)[1],
-            lambda same_sign=same_sign: torch_dsnot(theirs, pruned, sums, variance, norms, same_sign),
+            lambda same_sign=same_sign: torch_dsnot(theirs, pruned, sums, variance, norms, same_sign=same_sign),
             settings.repeats,
         )
         line(f"DSnoT, sign rule {'on' if same_sign else 'off'}", *seconds, "at most 0.33")
         new = np.array(regrow.dsnot(W, mask, stats, same_sign=same_sign)[1].T)
-        differ.append(int((new == torch_dsnot(theirs, pruned, sums, variance, norms, same_sign).numpy()).sum()))
+        differ.append(
+            int((new == torch_dsnot(theirs, pruned, sums, variance, norms, same_sign=same_sign).numpy()).sum())
+        )
     first = int((np.array(half(W, stats).T) == torch_mask(theirs, norms, k).numpy()).sum())
     print(f"  entries of the masks that differ: score {first}, DSnoT {differ[0]} and {differ[1]} of {W.size}")
 

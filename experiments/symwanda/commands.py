@@ -22,7 +22,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from commjax.core.progress import progress_bar
@@ -30,11 +29,11 @@ from commjax.pruning import model as pruning
 from commjax.pruning import regrow, scores
 from commjax.pruning.masks import Group
 from commjax.pruning.recipe import Recipe, choose
-from experiments import plots, tables
+from experiments import tables
+from experiments.symwanda import figures
+from experiments.symwanda.figures import GROUPS
 from experiments.symwanda.task import Kept, Settings, load, measured, over_seeds
 from experiments.symwanda.zeroshot import zero_shot
-
-GROUPS: tuple[Group, ...] = ("output", "layer")
 
 
 def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tuple[Group, ...] = GROUPS) -> list[dict]:
@@ -54,8 +53,8 @@ def grid(settings: Settings, recipes: dict[str, Recipe], label: str, groups: tup
         for number, (name, recipe) in enumerate(recipes.items()):
             row: dict[str, Any] = {"name": name}
             for group in ("output",) if recipe.pattern else groups:
-                one = recipe._replace(group=group)
-                row[group] = kept.get(one, lambda one=one: measured(task, one))
+                grouped = recipe._replace(group=group)
+                row[group] = kept.get(grouped, lambda grouped=grouped: measured(task, grouped))
             rows.append(row)
             advance(number + 1, {"perplexity": row["output"]})
     return rows
@@ -111,28 +110,7 @@ def methods(settings: Settings) -> list[dict]:
     for sparsity in settings.sparsities:
         recipes = {f"{name}, {100 * sparsity:g} %": Recipe(sparsity, score=score) for name, score in SCORES.items()}
         rows += [{"sparsity": sparsity} | row for row in grid(settings, recipes, f"{100 * sparsity:g} %")]
-    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), layout="constrained", sharey=True)
-    for axis, group in zip(axes, GROUPS):
-        for number, name in enumerate(SCORES):
-            axis.semilogy(
-                [100 * s for s in settings.sparsities],
-                [
-                    row[group]
-                    for row in rows
-                    if row["name"].startswith(f"{name}, ") and row["name"].count(",") == name.count(",") + 1
-                ],
-                "o-",
-                markersize=2.5,
-                linewidth=1,
-                color=f"C{number}",
-                label=name,
-            )
-        axis.axhline(dense(settings), color="grey", linestyle=":", linewidth=1, label="dense")
-        axis.set_xlabel("sparsity, %")
-        axis.set_title(f"{Path(settings.model).name}, {group} group")
-    axes[0].set_ylabel("perplexity")
-    axes[0].legend(fontsize=6)
-    plots.save(figure, settings.out / f"methods_{Path(settings.model).name}.png")
+    figures.methods(settings, rows, list(SCORES), dense(settings))
     return report(settings, "methods", rows, "scores and sparsities")
 
 
@@ -152,9 +130,12 @@ def drawn(settings: Settings, name: str, recipe: Recipe) -> dict[str, Any]:
     task, kept = load(settings), Kept.open(settings)
     row: dict[str, Any] = {"name": name}
     for group in ("output",) if recipe.pattern else GROUPS:
-        one = recipe._replace(group=group)
-        found = kept.get(one, lambda one=one: over_seeds(task, one, settings.seeds), seeds=settings.seeds)
-        row |= {group: float(np.mean(found)), f"{group}_std": float(np.std(found, ddof=1)) if len(found) > 1 else 0.0}
+        grouped = recipe._replace(group=group)
+        values = kept.get(
+            grouped, lambda grouped=grouped: over_seeds(task, grouped, settings.seeds), seeds=settings.seeds
+        )
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        row |= {group: float(np.mean(values)), f"{group}_std": deviation}
     return row
 
 
@@ -306,17 +287,7 @@ def heat_map(settings: Settings) -> None:
         panels[f"{label}, {100 * settings.sparsity:g} %"] = np.abs(
             np.asarray(pruned.blocks[block][name]["kernel"], np.float32)
         )
-    figure, axes = plt.subplots(1, 3, figsize=(6.8, 2.5), layout="constrained", sharey=True)
-    for axis, (label, values) in zip(axes, panels.items()):
-        image = axis.imshow(
-            values, cmap="viridis", vmin=0, vmax=np.quantile(W, 0.995), aspect="auto", interpolation="nearest"
-        )
-        axis.set_title(label)
-        axis.set_xlabel("output")
-        axis.grid(False)
-    axes[0].set_ylabel("input")
-    figure.colorbar(image, ax=axes, label=f"|weight|, block {block}, {name}")
-    plots.save(figure, settings.out / f"heat_map_{Path(settings.model).name}.png")
+    figures.heat_map(settings, panels, f"|weight|, block {block}, {name}")
 
 
 COMMANDS = {

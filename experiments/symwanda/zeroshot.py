@@ -18,6 +18,7 @@ from commjax.llm import embedded, tokens
 from commjax.llm.tokens import Tokenizer
 from commjax.pruning import model as pruning
 from commjax.pruning import scores, zeroshot
+from commjax.pruning.lm_eval import template_lm
 from commjax.pruning.recipe import Recipe, choose
 from experiments import tables
 from experiments.symwanda.task import Kept, Settings, load
@@ -109,7 +110,7 @@ def accuracies(face: Any, configs: list[dict[str, Any]]) -> dict[str, dict[str, 
     """Evaluate a model with lm-eval.
 
     Args:
-        face: The model, as lm-eval takes it (`zeroshot.template_lm`).
+        face: The model, as lm-eval takes it (`lm_eval.template_lm`).
         configs: Configurations of the tasks.
 
     Returns:
@@ -144,7 +145,7 @@ def zero_shot(settings: Settings) -> list[dict]:
 
     def measure(recipe: Recipe | None) -> dict[str, dict[str, float]]:
         params = task.params if recipe is None else pruning.prune(task.model, task.params, task.calibration, recipe)[0]
-        return accuracies(zeroshot.template_lm(task.model, params, tokenizer(settings)), configs)
+        return accuracies(template_lm(task.model, params, tokenizer(settings)), configs)
 
     with progress_bar("zero-shot", len(recipes), enabled=settings.progress) as advance:
         for number, (name, recipe) in enumerate(recipes.items()):

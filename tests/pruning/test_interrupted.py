@@ -11,8 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from commjax.cli import main
+from commjax.cli.signals import stopping
 from commjax.llm import checkpoints, export, tokens
 from commjax.pruning import stream
+from tests.cli.cases import prune
 from tests.pruning import models
 from tests.pruning.interrupted_cases import WANDA, failing
 
@@ -187,21 +189,7 @@ def signalling(patch, place, name, at, *numbers):
     patch.setattr(place, name, called)
 
 
-PRUNE = [
-    "prune",
-    "--model",
-    "source",
-    "--calibration",
-    "text.txt",
-    "--out",
-    "out",
-    "--samples",
-    "4",
-    "--window",
-    "16",
-    "--method",
-    "magnitude",
-]
+PRUNE = prune("magnitude", model="source")
 
 
 def stopped(capsys):
@@ -252,6 +240,6 @@ def test_a_signal_stops_the_command_after_the_block_and_the_same_command_continu
 
 def test_a_signal_that_was_switched_off_stays_off(interruptible):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with main.stopping() as stop:
+    with stopping() as stop:
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not stop()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from commjax.compressors import selection
 from commjax.pruning import masks
+from commjax.pruning import sparsity as sparsities
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["nm"]
 
@@ -154,33 +155,33 @@ def test_n_of_m_are_kept_in_every_group(n, m, levels):
 
 
 def test_uniform_sparsity_is_the_same_everywhere():
-    assert masks.uniform(4, 0.6).tolist() == [0.6] * 4
+    assert sparsities.uniform(4, 0.6).tolist() == [0.6] * 4
 
 
 def test_outliers_are_counted_against_the_mean_of_the_whole_layer():
     S = jnp.array([[1.0, 1.0, 1.0, 9.0]])
-    assert masks.outlier_ratio(S, 2.5) == 0.25 and masks.outlier_ratio(S, 3.0) == 0.0
-    assert masks.outlier_ratio([S, jnp.full((2, 6), 0.0)], 5.0) == 1 / 16  # mean 0.75
+    assert sparsities.outlier_ratio(S, 2.5) == 0.25 and sparsities.outlier_ratio(S, 3.0) == 0.0
+    assert sparsities.outlier_ratio([S, jnp.full((2, 6), 0.0)], 5.0) == 1 / 16  # mean 0.75
 
 
 def test_outlier_weighted_sparsity_is_owls():
     ratios, sparsity, lam = np.array([3.0, 1.0, 2.0, 6.0]), 0.7, 0.08
     keep = (ratios - 1) * (1 / 5 * lam * 2)  # as released
     keep = keep - keep.mean() + (1 - sparsity)
-    np.testing.assert_allclose(masks.outlier_weighted(ratios, sparsity), 1 - keep, rtol=1e-12)
+    np.testing.assert_allclose(sparsities.outlier_weighted(ratios, sparsity), 1 - keep, rtol=1e-12)
 
 
 @given(st.lists(st.floats(0, 0.1), min_size=1, max_size=8), st.floats(0.1, 0.85), st.floats(0, 0.05))
 def test_outlier_weighted_sparsity_has_the_mean_asked_for_and_falls_with_outliers(ratios, sparsity, spread):
     sizes = np.arange(1, len(ratios) + 1)
-    found = masks.outlier_weighted(ratios, sparsity, spread, sizes.tolist())
+    found = sparsities.outlier_weighted(ratios, sparsity, spread, sizes.tolist())
     assert np.average(found, weights=sizes) == pytest.approx(sparsity, abs=1e-12)
     assert np.ptp(found) <= 2 * spread + 1e-12
     assert np.all(np.diff(found[np.argsort(ratios)]) <= 1e-12)
 
 
 def test_equal_outliers_give_uniform_sparsity():
-    assert masks.outlier_weighted([0.02, 0.02], 0.5).tolist() == [0.5, 0.5]
+    assert sparsities.outlier_weighted([0.02, 0.02], 0.5).tolist() == [0.5, 0.5]
 
 
 S0 = jnp.array(random(5, (8, 3)))
@@ -198,15 +199,18 @@ BAD = {
     "n = 0": (lambda: masks.n_m(S0, 0, 4), "n=0; allowed"),
     "m does not divide": (lambda: masks.n_m(S0, 2, 3), "m=3; allowed: a divisor of the 8 inputs"),
     "m = 0": (lambda: masks.n_m(S0, 1, 0), "m=0; allowed"),
-    "uniform": (lambda: masks.uniform(3, 1.5), r"sparsity=1\.5"),
-    "no layers": (lambda: masks.outlier_weighted([], 0.5), r"ratios=\[\]"),
-    "ratios NaN": (lambda: masks.outlier_weighted([0.1, float("nan")], 0.5), "ratios=.*finite number for every layer"),
-    "spread": (lambda: masks.outlier_weighted([0.1, 0.2], 0.5, -0.1), r"spread=-0\.1; allowed: at least 0"),
+    "uniform": (lambda: sparsities.uniform(3, 1.5), r"sparsity=1\.5"),
+    "no layers": (lambda: sparsities.outlier_weighted([], 0.5), r"ratios=\[\]"),
+    "ratios NaN": (
+        lambda: sparsities.outlier_weighted([0.1, float("nan")], 0.5),
+        "ratios=.*finite number for every layer",
+    ),
+    "spread": (lambda: sparsities.outlier_weighted([0.1, 0.2], 0.5, -0.1), r"spread=-0\.1; allowed: at least 0"),
     "spread too wide": (
-        lambda: masks.outlier_weighted([0.1, 0.2], 0.95, 0.1),
+        lambda: sparsities.outlier_weighted([0.1, 0.2], 0.95, 0.1),
         r"spread=0\.1 with sparsity=0\.95 gives sparsities from 0\.85 to 1\.05",
     ),
-    "OWL's sparsity": (lambda: masks.outlier_weighted([0.1, 0.2], 1.0), r"sparsity=1\.0"),
+    "OWL's sparsity": (lambda: sparsities.outlier_weighted([0.1, 0.2], 1.0), r"sparsity=1\.0"),
 }
 
 

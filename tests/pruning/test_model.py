@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from commjax import llm
-from commjax.pruning import masks, regrow, scores, statistics
 from commjax.pruning import model as in_memory
 from commjax.pruning import recipe as recipes
+from commjax.pruning import regrow, scores, statistics
+from commjax.pruning import sparsity as sparsities
 from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
 from tests.pruning.models import kernels
@@ -168,7 +169,7 @@ def test_owl_at_nine_tenths_prunes_where_the_outliers_allow_it_and_counts_them_b
         asked.append(multiple)
         return [0.1, 0.1, 0.0][(len(asked) - 1) % 3]
 
-    monkeypatch.setattr(masks, "outlier_ratio", ratio)
+    monkeypatch.setattr(sparsities, "outlier_ratio", ratio)
     recipe = WANDA._replace(sparsity=0.9, spread=0.06, group="layer", outlier_multiple=3.0)
     _, layers = in_memory.prune(model, params, models.windows(), recipe)
     each = [np.mean([one.sparsity for one in layers if one.block == i]) for i in range(3)]

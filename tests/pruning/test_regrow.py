@@ -17,7 +17,7 @@ from tests.pruning.regrow_cases import check, first_mask, layer, oracle
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["dsnot"]
 
 
-def released(pruned, M, G, wanda, cycles=50, threshold=0.1, same_sign=False):
+def released(pruned, M, G, wanda, *, cycles=50, threshold=0.1, same_sign=False):
     """The released code's lists and pointers, on [out, in]; True where pruned."""
     pruned, rows, inputs = pruned.copy(), np.arange(len(M)), M.shape[1]
     grow_list = np.argsort(np.where(pruned, G, 0), axis=1, kind="stable")
@@ -44,7 +44,7 @@ def released(pruned, M, G, wanda, cycles=50, threshold=0.1, same_sign=False):
     return pruned
 
 
-def released_n_m(pruned, M, G, scores, m, cycles=50, threshold=0.1):
+def released_n_m(pruned, M, G, scores, *, m, cycles=50, threshold=0.1):
     """The released N:M code, on [out, in]: the same grow pointers; the least score of the group, which is then spent."""
     pruned, rows, inputs = pruned.copy(), np.arange(len(M)), M.shape[1]
     grow_list = np.argsort(np.where(pruned, G, 0), axis=1, kind="stable")
@@ -102,7 +102,7 @@ def test_with_a_pattern_dsnot_is_the_released_loop_bit_for_bit(pattern):
     S = np.asarray(scores.ria(alpha=0.5)(W, stats))
     mask = masks.n_m(jnp.array(S), *pattern)
     M, G, _ = (np.asarray(a).T for a in inputs_of(W, stats))
-    expected = ~released_n_m(~np.asarray(mask).T, M, G, S.T, pattern[1]).T
+    expected = ~released_n_m(~np.asarray(mask).T, M, G, S.T, m=pattern[1]).T
     assert np.any(expected != mask)
     check(W, mask, regrow.dsnot(W, mask, stats, pattern=pattern, prune=jnp.array(S)), expected)
 

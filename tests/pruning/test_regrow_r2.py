@@ -12,7 +12,7 @@ from commjax.pruning import regrow, statistics
 from tests.pruning.regrow_cases import check, first_mask, layer, oracle
 
 
-def r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, power):
+def r2(W, mask, stats, *, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal):
     """M, G, P of R^2-DSnoT in NumPy, entry by entry."""
     W, mask = np.asarray(W, float), np.asarray(mask)
     mean, var, norms, sums = (
@@ -27,47 +27,36 @@ def r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regulari
         toggled = kept[:, k].copy()
         toggled[j] = 0 if mask[j, k] else W[j, k]
         R = np.linalg.norm({"out": kept[:, k], "in": kept[j], "toggled": toggled}[regularizer], p)
-        g = (1 if literal else W[j, k]) * mean[j] / var[j] ** power * (D if relative_grow else 1)
+        g = (1 if literal else W[j, k]) * mean[j] / var[j] * (D if relative_grow else 1)
         G[j, k] = g + np.sign(g) * gammas[0] * R
         P[j, k] = abs(W[j, k]) * norms[j] ** alpha * (D if relative_prune else 1) + gammas[1] * R
     return W * sums[:, None], G, P
 
 
-@settings(max_examples=20)
-@given(
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.0, 0.05), (0.3, 0.2)]),
-    st.sampled_from([1.0, 2.0, math.inf]),
-    st.sampled_from(["out", "in", "toggled"]),
-    st.booleans(),
-    st.sampled_from([None, (2, 4)]),
-    st.integers(0, 3),
+OPTIONS = st.fixed_dictionaries(
+    {
+        "relative_grow": st.booleans(),
+        "relative_prune": st.booleans(),
+        "alpha": st.sampled_from([0.0, 0.5, 1.0]),
+        "gammas": st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.0, 0.05), (0.3, 0.2)]),
+        "p": st.sampled_from([1.0, 2.0, math.inf]),
+        "regularizer": st.sampled_from(["out", "in", "toggled"]),
+        "literal": st.booleans(),
+    }
 )
-def test_r2_dsnot_is_the_oracle_with_its_scores(
-    relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, pattern, seed
-):
+
+
+@settings(max_examples=20)
+@given(OPTIONS, st.sampled_from([None, (2, 4)]), st.integers(0, 3))
+def test_r2_dsnot_is_the_oracle_with_its_scores(options, pattern, seed):
     W, stats = layer(16, 6, seed)
     mask = first_mask(W, stats, pattern)
     mask = mask & (jnp.arange(16) != 5)[:, None] if pattern is None else mask  # an input that is pruned everywhere
-    M, G, P = r2(W, mask, stats, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal, 1.0)
+    M, G, P = r2(W, mask, stats, **options)
     expected = oracle(mask, M, G, P, m=pattern and 4, same_sign=pattern is not None)
-    found = regrow.r2_dsnot(
-        W,
-        mask,
-        stats,
-        relative_grow=relative_grow,
-        relative_prune=relative_prune,
-        alpha=alpha,
-        gamma_grow=gammas[0],
-        gamma_prune=gammas[1],
-        p=p,
-        regularizer=regularizer,
-        literal=literal,
-        pattern=pattern,
-    )
-    check(W, mask, found, expected)
+    gammas = dict(zip(("gamma_grow", "gamma_prune"), options["gammas"]))
+    rest = {name: value for name, value in options.items() if name != "gammas"}
+    check(W, mask, regrow.r2_dsnot(W, mask, stats, pattern=pattern, **gammas, **rest), expected)
 
 
 def test_without_its_options_r2_dsnot_is_dsnot():

@@ -11,8 +11,9 @@ from safetensors.numpy import load_file, save_file
 import commjax
 from commjax import llm
 from commjax.llm import checkpoints
-from commjax.pruning import masks, regrow, scores, stream
 from commjax.pruning import model as in_memory
+from commjax.pruning import regrow, scores, stream
+from commjax.pruning import sparsity as sparsities
 from commjax.pruning.recipe import Recipe, choose, describe
 from tests.llm.test_checkpoints import same
 from tests.pruning import models
@@ -123,7 +124,7 @@ def test_a_default_that_changed_since_a_run_was_killed_is_refused(tmp_path, monk
 
 def test_owl_that_leaves_the_range_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     source = models.folder(tmp_path / "source")
-    monkeypatch.setattr(masks, "outlier_ratio", lambda matrices, multiple: float(len(seen.append(0) or seen) == 1))
+    monkeypatch.setattr(sparsities, "outlier_ratio", lambda matrices, multiple: float(len(seen.append(0) or seen) == 1))
     seen = []
     with pytest.raises(ValueError, match=r"spread=0\.1 with sparsity=0\.1 gives sparsities from -0\.0333"):
         stream.prune_folder(

@@ -16,6 +16,7 @@ import pytest
 from commjax import llm
 from commjax.llm import tokens
 from commjax.pruning import zeroshot
+from commjax.pruning.lm_eval import template_lm
 from tests.pruning import models
 
 LONGEST = 48
@@ -193,7 +194,7 @@ def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatc
             {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
         ],
     }
-    face = zeroshot.template_lm(*loaded, batch_size=5)
+    face = template_lm(*loaded, batch_size=5)
     results = lm_eval.simple_evaluate(model=face, tasks=[task], bootstrap_iters=0, verbosity="ERROR")["results"]
     logging.disable(logging.NOTSET)
     found = zeroshot.accuracy(zeroshot.scorer(*loaded), zeroshot.read(path, zeroshot.arc))
@@ -204,11 +205,11 @@ def test_lm_eval_gives_the_same_accuracies(lm_eval, loaded, tmp_path, monkeypatc
 @pytest.mark.extra
 def test_the_face_of_lm_eval(lm_eval, loaded):
     model, params, tokenizer = loaded
-    face = zeroshot.template_lm(*loaded, eot=7)
+    face = template_lm(*loaded, eot=7)
     assert face.eot_token_id == 7 and face.prefix_token_id == tokens.BOS
     assert face.tok_encode("ab") == tokenizer.encode("ab")
     assert face.tok_encode("ab", add_special_tokens=False) == tokenizer.encode("ab")[1:]
-    bare = zeroshot.template_lm(model, params, tokenizer._replace(encode=lambda text: list(text.encode())), eot=7)
+    bare = template_lm(model, params, tokenizer._replace(encode=lambda text: list(text.encode())), eot=7)
     assert bare.prefix_token_id == 7 and bare.tok_encode("a", add_special_tokens=False) == [97]
 
     def request(*arguments):
@@ -233,7 +234,7 @@ def test_the_face_of_lm_eval(lm_eval, loaded):
 def test_without_lm_eval_the_extra_is_named(loaded, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'commjax\[eval\]'"):
-        zeroshot.template_lm(*loaded)
+        template_lm(*loaded)
 
 
 @pytest.mark.parametrize(

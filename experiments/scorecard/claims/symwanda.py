@@ -49,19 +49,32 @@ def rankings() -> tuple[dict[str, dict], float]:
     return perplexities({name: Recipe(0.5, score=experiment.SCORES[name]) for name in names})
 
 
-def ranking() -> Claim:
-    rows, dense = rankings()
+def verdict(holds: bool) -> tuple[str, str]:
+    """Return the verdict of a claim, and the erratum if it does not hold."""
+    return ("reproduced", "") if holds else ("differs", "W17")
+
+
+def ranked(claim: str, thesis: str, measured: tuple[dict[str, dict], float]) -> Claim:
+    """Return the claim that RIA is better than Wanda, and Wanda better than magnitude, in every group.
+
+    Args:
+        claim: The claim in words.
+        thesis: The numbers of the thesis.
+        measured: The rows by name, and the perplexity of the dense model.
+    """
+    rows, dense = measured
     holds = all(
         rows["RIA, alpha = 0.5"][group] < rows["Wanda"][group] < rows["magnitude"][group] for group in experiment.GROUPS
     )
-    return Claim(
-        METHOD,
+    shown = f"dense {dense:.3f}; {text(rows, rows)}"
+    return Claim(METHOD, claim, "Tables L2707, L2730", thesis, shown, *verdict(holds))
+
+
+def ranking() -> Claim:
+    return ranked(
         "At 50 % sparsity RIA is better than Wanda, and Wanda better than magnitude",
-        "Tables L2707, L2730",
         "LLaMA2-7b: RIA 6.81, Wanda 7.79, magnitude 16.03",
-        f"dense {dense:.3f}; {text(rows, rows)}",
-        "reproduced" if holds else "differs",
-        "" if holds else "W17",
+        rankings(),
     )
 
 
@@ -81,8 +94,7 @@ def stochastic() -> Claim:
         "Table L2707",
         "6.91 against 6.88 (LLaMA2-7b), 5 trials",
         f"{np.mean(drawn):.3f} +- {np.std(drawn, ddof=1):.3f} ({len(drawn)} seeds) against {full:.3f}, output group",
-        "reproduced" if holds else "differs",
-        "" if holds else "W17",
+        *verdict(holds),
     )
 
 
@@ -96,7 +108,7 @@ def fine_tuning() -> Claim:
         if "," not in name or name.endswith(tuple(names.values()))
     }
     rows, _ = perplexities(recipes, ("output",), settings)
-    found = {
+    by_setting = {
         told: {
             base: [
                 rows[base]["output"],
@@ -106,10 +118,10 @@ def fine_tuning() -> Claim:
         }
         for told, setting in names.items()
     }
-    holds = all(r2 <= min(none, dsnot) for none, dsnot, r2 in found["50 swaps in the attention"].values())
+    holds = all(r2 <= min(none, dsnot) for none, dsnot, r2 in by_setting["50 swaps in the attention"].values())
     measured = "; ".join(
         f"{told}: " + ", ".join(f"{base} {none:.3f}, {dsnot:.3f}, {r2:.3f}" for base, (none, dsnot, r2) in some.items())
-        for told, some in found.items()
+        for told, some in by_setting.items()
     )
     return Claim(
         METHOD,
@@ -117,8 +129,7 @@ def fine_tuning() -> Claim:
         "Table L2802",
         "LLaMA3-8b, RIA: none 21.09, DSnoT 19.51, R^2-DSnoT 18.99 (50 swaps)",
         f"none, DSnoT, R^2-DSnoT (output group), at most {measured}",
-        "reproduced" if holds else "differs",
-        "" if holds else "W17",
+        *verdict(holds),
     )
 
 
@@ -130,18 +141,8 @@ def stories() -> tuple[dict[str, dict], float]:
 
 
 def stories_ranking() -> Claim:
-    rows, dense = stories()
-    holds = all(
-        rows["RIA, alpha = 0.5"][group] < rows["Wanda"][group] < rows["magnitude"][group] for group in experiment.GROUPS
-    )
-    return Claim(
-        METHOD,
-        "The same ranking on a pretrained model (stories260K), 30 %",
-        "Tables L2707, L2730",
-        "RIA, then Wanda, then magnitude",
-        f"dense {dense:.3f}; {text(rows, rows)}",
-        "reproduced" if holds else "differs",
-        "" if holds else "W17",
+    return ranked(
+        "The same ranking on a pretrained model (stories260K), 30 %", "RIA, then Wanda, then magnitude", stories()
     )
 
 
@@ -160,8 +161,7 @@ def stories_groups() -> Claim:
         "Tables L2707, L2770",
         "the comparison group is not stated (W9)",
         f"RIA leads by {lead['layer']:.1f} % in the layer group, by {lead['output']:.1f} % in the output group",
-        "reproduced" if holds else "differs",
-        "" if holds else "W17",
+        *verdict(holds),
     )
 
 
