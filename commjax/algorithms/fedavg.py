@@ -93,7 +93,7 @@ def fedavg(
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
 
     def client_step(round, hparams, server, client, data):
-        model, loss = train(round.own_key, hparams.stepsize, server.params, data)
+        model, loss = train(round.client_key, hparams.stepsize, server.params, data)
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 

@@ -168,7 +168,7 @@ def flix(
 
     def client_step(round, hparams, server, client, data):
         alpha = own(hparams.alpha, client.id)
-        loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.own_key, data))
+        loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.client_key, data))
         return client, round.send(grad), loss
 
     def server_step(hparams, server, grad):

@@ -2,7 +2,9 @@
 
 base           State, Metrics, Message, Compressor, Exchange, Algorithm
 tree           arithmetic on pytrees that keeps dtypes
-rounds         broadcast, mean, cohort; `federated` makes an Algorithm of a client step and a server step
+communication  the verbs over the client axis: broadcast, mean
+cohorts        the clients that take part in a round
+rounds         keys of a round, one round; `federated` makes an Algorithm of a client step and a server step
 local          minibatches and gradient steps of one client
 runner         run, sweep, loop
 checkpoint     files from which a run continues, written atomically
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
         base,
         checkpoint,
         checks,
+        cohorts,
+        communication,
         conventions,
         local,
         progress,
@@ -38,6 +42,8 @@ __all__ = [
     "base",
     "checkpoint",
     "checks",
+    "cohorts",
+    "communication",
     "conventions",
     "local",
     "progress",

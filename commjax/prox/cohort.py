@@ -124,7 +124,7 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
     def one(leaf):
         weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
         at_hubs = jax.ops.segment_sum(weighted, hub, hubs)
-        return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, axis_name), axis=0)
+        return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, rounds.plain_name(axis_name)), axis=0)
 
     return jax.tree.map(one, rows)
 
@@ -141,7 +141,7 @@ def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
         One number.
     """
     found = jnp.max(jnp.where(cohort.weights > 0, rows, jnp.zeros_like(rows)))
-    return found if axis_name is None else jax.lax.pmax(found, axis_name)
+    return found if axis_name is None else jax.lax.pmax(found, rounds.plain_name(axis_name))
 
 
 def prox_oracle(
@@ -198,7 +198,7 @@ def prox_oracle(
     def fit_together(x):
         """Differentiate the sum instead of each client's part: this is one matrix product."""
         found = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
-        return found if axis_name is None else jax.lax.psum(found, axis_name)
+        return found if axis_name is None else jax.lax.psum(found, rounds.plain_name(axis_name))
 
     fit = fit_together if cohort.hub is None else summed(jax.value_and_grad(one))
     fit_hessian = summed(jax.hessian(one))

@@ -109,7 +109,7 @@ def toy(size, over=jax.vmap):
 
     def client_step(round, hparams, server, client, data):
         number = client.id.astype(jnp.float64)
-        value = number + jax.random.uniform(round.own_key, ())
+        value = number + jax.random.uniform(round.client_key, ())
         return client._replace(visits=client.visits + 1), Message(value, 8 * (number + 1)), data * server.params
 
     def server_step(hparams, server, value):

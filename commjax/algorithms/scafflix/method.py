@@ -288,7 +288,7 @@ def iterations(
         move = next_move(*rounds.mean((up, weight), axis_name, weights))
         closed = jax.vmap(lambda client: close(hparams, rounds.broadcast(move, axis_name), client))(moved)
         rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
-        rows = rounds.Cohort(member, None, weights).put(state.clients, rows)
+        rows = rounds.Members(member, None, weights).put(state.clients, rows)
         bits_up, bits_down = _traffic(keys.cohort, server.communications, n, cohort, server.params)
         advanced = Server(
             round=server.round + 1,
