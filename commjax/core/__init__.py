@@ -4,7 +4,9 @@ base           State, Metrics, Message, Compressor, Exchange, Algorithm
 tree           arithmetic on pytrees that keeps dtypes
 communication  the verbs over the client axis: broadcast, mean
 cohorts        the clients that take part in a round
-rounds         keys of a round, one round; `federated` makes an Algorithm of a client step and a server step
+compression    Message, Compressor
+round_keys     the keys of a round
+rounds         one round; `federated` makes an Algorithm of a client step and a server step
 local          minibatches and gradient steps of one client
 runner         run, sweep, loop
 checkpoint     files from which a run continues, written atomically
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
         checks,
         cohorts,
         communication,
+        compression,
         conventions,
         local,
         progress,
         records,
         robust,
+        round_keys,
         rounds,
         runner,
         signals,
@@ -44,11 +48,13 @@ __all__ = [
     "checks",
     "cohorts",
     "communication",
+    "compression",
     "conventions",
     "local",
     "progress",
     "records",
     "robust",
+    "round_keys",
     "rounds",
     "runner",
     "signals",

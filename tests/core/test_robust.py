@@ -70,7 +70,9 @@ def test_messages_that_are_not_finite_or_absurd_are_left_out_with_their_losses()
     assert loss == pytest.approx(7 / 6)
 
 
-@pytest.mark.parametrize("dtype, most", [("float32", 1.844e19), ("bfloat16", 1.844e19), ("float64", 1.340e154), ("float16", 65504)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, most", [("float32", 1.844e19), ("bfloat16", 1.844e19), ("float64", 1.340e154), ("float16", 65504)]
+)
 def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype(dtype, most):
     assert rounds.largest(jnp.dtype(dtype)) == pytest.approx(most, rel=1e-3)
     fine = jnp.asarray([0.99 * rounds.largest(jnp.dtype(dtype)), -1.0], dtype)
