@@ -93,7 +93,7 @@ def ditto(
         def pull(model: Params) -> Params:
             return tree.scale(hparams.lam, tree.sub(model, server.params))
 
-        key, key_personal = jax.random.split(round.own_key)
+        key, key_personal = jax.random.split(round.client_key)
         shared, loss = train(key, hparams.stepsize, server.params, data)
         personal, _ = train(key_personal, hparams.personal, client.model, data, pull)
         update = tree.sub(shared, server.params)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from commjax.algorithms.fedavg import bits_down
 from commjax.compressors.sparse import identity
 from commjax.core import checks, rounds, tree
-from commjax.core.base import Algorithm, Compressor, Constants, Params, Reducer, Round, Spec, State
+from commjax.core.base import Algorithm, Compressor, Constants, Message, Params, Reducer, Round, Spec, State
 from commjax.core.local import ClientResult, ValueAndGrad
 from commjax.prox import Regularizer, zero
 from commjax.theory import ef_bv as theory
@@ -149,18 +149,50 @@ def ef_bv(
 
     def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: Any) -> ClientResult:
         loss, grad = rounds.evaluated(value_and_grad, server.params, data)
-        d = round.send(tree.sub(tree.cast(grad, client.shift), client.shift))
-        return Client(id=client.id, shift=tree.add_scaled(client.shift, hparams.lam, d.value)), d, loss
+        return *client_update(round, hparams.lam, client, tree.cast(grad, client.shift)), loss
 
     def server_step(hparams: HParams, server: Server, d: Params) -> Server:
-        g = tree.add_scaled(server.shift, hparams.nu, d)
-        return server._replace(
-            params=prox(hparams.gamma, tree.add_scaled(server.params, -hparams.gamma, g)),
-            shift=tree.add_scaled(server.shift, hparams.lam, d),
-        )
+        g, shift = estimate(hparams.lam, hparams.nu, server.shift, d)
+        params = prox(hparams.gamma, tree.add_scaled(server.params, -hparams.gamma, g))
+        return server._replace(params=params, shift=shift)
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(init, client_step, server_step, bits_down, compressor=compressor, reduce=reduce, spec=spec)
+
+
+def client_update(round: Round, lam: Any, client: Client, grad: PyTree) -> tuple[Client, Message]:
+    """Send the compressed difference of a gradient and the control variate, and move the control variate.
+
+        d_i = C_i(grad_i - h_i)        h_i <- h_i + lam d_i
+
+    Args:
+        round: what the client knows about the round.
+        lam: lam.
+        client: the client's state.
+        grad: the client's gradient, a pytree like h_i.
+
+    Returns:
+        The new state, and the message d_i.
+    """
+    d = round.send(tree.sub(grad, client.shift))
+    return Client(id=client.id, shift=tree.add_scaled(client.shift, lam, d.value)), d
+
+
+def estimate(lam: Any, nu: Any, shift: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+    """Estimate the mean gradient, and move the mean of the control variates.
+
+        g = h + nu d        h <- h + lam d
+
+    Args:
+        lam: lam.
+        nu: nu.
+        shift: h.
+        d: the reduced message.
+
+    Returns:
+        g and the new h.
+    """
+    return tree.add_scaled(shift, nu, d), tree.add_scaled(shift, lam, d)
 
 
 def _check(smoothness: Smoothness, *names: str) -> None:

@@ -89,7 +89,7 @@ def fedavg(
     train = local.sgd(value_and_grad, sample, steps)
 
     def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
-        model, loss = train(round.own_key, hparams.stepsize, server.params, data)
+        model, loss = train(round.client_key, hparams.stepsize, server.params, data)
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 

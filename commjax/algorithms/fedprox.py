@@ -71,7 +71,7 @@ def fedprox(
         def pull(model: Params) -> Params:
             return tree.scale(hparams.mu, tree.sub(model, server.params))
 
-        model, loss = train(round.own_key, hparams.stepsize, server.params, data, pull)
+        model, loss = train(round.client_key, hparams.stepsize, server.params, data, pull)
         update = tree.sub(model, server.params)
         return client, round.send(update), loss
 

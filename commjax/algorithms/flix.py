@@ -180,7 +180,7 @@ def flix(
 
     def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
         alpha = client_value(hparams.alpha, client.id)
-        loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.own_key, data))
+        loss, grad = value_and_mixed_grad(alpha, server.params, client.optimum, sample(round.client_key, data))
         return client, round.send(grad), loss
 
     def server_step(hparams: HParams, server: Server, grad: Params) -> Server:

@@ -89,7 +89,7 @@ def scaffold(
 
     def client_step(round: Round, hparams: HParams, server: Server, client: Client, data: PyTree) -> ClientResult:
         correction = tree.sub(server.shift, client.shift)
-        model, loss = train(round.own_key, hparams.stepsize, server.params, data, lambda model: correction)
+        model, loss = train(round.client_key, hparams.stepsize, server.params, data, lambda model: correction)
         update = tree.sub(model, server.params)
         change = tree.sub(tree.scale(-1 / (steps * hparams.stepsize), update), server.shift)
         share = (round.n if cohort is None else cohort) / round.n

@@ -2,7 +2,11 @@
 
 base           State, Metrics, Message, Compressor, Exchange, Algorithm
 tree           arithmetic on pytrees that keeps dtypes
-rounds         broadcast, mean, cohort; `federated` makes an Algorithm of a client step and a server step
+communication  the verbs over the client axis: broadcast, mean
+cohorts        the clients that take part in a round
+compression    Message, Compressor
+round_keys     the keys of a round
+rounds         one round; `federated` makes an Algorithm of a client step and a server step
 local          minibatches and gradient steps of one client
 runner         run, sweep, loop
 checkpoint     files from which a run continues, written atomically
@@ -23,11 +27,15 @@ if TYPE_CHECKING:
         base,
         checkpoint,
         checks,
+        cohorts,
+        communication,
+        compression,
         conventions,
         local,
         progress,
         records,
         robust,
+        round_keys,
         rounds,
         runner,
         signals,
@@ -38,11 +46,15 @@ __all__ = [
     "base",
     "checkpoint",
     "checks",
+    "cohorts",
+    "communication",
+    "compression",
     "conventions",
     "local",
     "progress",
     "records",
     "robust",
+    "round_keys",
     "rounds",
     "runner",
     "signals",

@@ -1,21 +1,69 @@
 """The tuples that every method is made of.
 
 An algorithm is a pair of pure functions over pytrees.  A compressor is a member of C(eta, omega).  This module only
-defines
-types: `commjax.core.rounds` computes a round, and `commjax.core.runner` runs many of them.
+defines types: `commjax.core.rounds` computes a round, and `commjax.core.runner` runs many of them.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
-# Keys are typed keys (`jax.random.key`).
-Key = Shaped[Array, "..."]
+from commjax.core.compression import ClientId, Compressor, Constants, Key, Message
+
+__all__ = [
+    "Algorithm",
+    "Axis",
+    "AxisName",
+    "ClientId",
+    "ClientStep",
+    "Codec",
+    "CommitFn",
+    "Compressor",
+    "Constants",
+    "Exchange",
+    "InitFn",
+    "JoinFn",
+    "Key",
+    "MembersFn",
+    "Message",
+    "Metrics",
+    "Over",
+    "Params",
+    "Reducer",
+    "Round",
+    "ServerStep",
+    "Spec",
+    "State",
+    "StepFn",
+    "ValueAndGrad",
+]
+
 Params = PyTree
-ClientId = int | Shaped[Array, ""]
+# (params, data of one client) -> (loss, gradient like params)
+ValueAndGrad = Callable[[Params, Any], tuple[Array, Params]]
+# Maps a function of one client over the leading client axis: `jax.vmap` or `rounds.one_by_one`.
+Over = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A device axis whose last rows are padding.
+
+    Attributes:
+        name: the name of the axis.
+        n: number of clients; the rows from n on are padding.
+    """
+
+    name: str
+    n: int
+
+
+# A device axis: its name, or an `Axis` if the last rows are padding; None if there is none.
+AxisName = str | Axis | None
 
 
 class State(NamedTuple):
@@ -48,67 +96,6 @@ class Metrics(NamedTuple):
     loss: Shaped[Array, "..."]
     bits_up: Shaped[Array, "..."]
     bits_down: Shaped[Array, "..."]
-
-
-class Message(NamedTuple):
-    """A vector or pytree as the receiver sees it, with its number of bits.
-
-    Attributes:
-        value: the decoded pytree.
-        bits: 8 * len(encode(...)), as a float (see `Metrics`).
-    """
-
-    value: PyTree
-    bits: Shaped[Array, "..."]
-
-
-class Constants(NamedTuple):
-    """The class C(eta, omega) of n compressors and their average relative variance omega_ran.
-
-        | E C(x) - x |          <= eta |x|
-        E | C(x) - E C(x) |^2   <= omega |x|^2
-        E | mean_i (C_i(x_i) - E C_i(x_i)) |^2  <=  omega_ran mean_i |x_i|^2
-
-    Thesis: Sec. 2.2.1 and 2.2.2.
-    """
-
-    eta: float
-    omega: float
-    omega_ran: float
-
-
-class Compressor(NamedTuple):
-    """A randomised map on pytrees.
-
-    The pytree is treated as one vector of R^d, or leaf by leaf (see `compressors.leafwise`).  `key` is the key of the
-    round and is *shared by all parties*.  An independent compressor folds `id` into it.  A joint compressor (m-nice,
-    perm-k) draws one event from it for all `n` clients.  The receiver knows the key as well, so what is drawn from it
-    costs no bits.
-
-    Attributes:
-        name: the name with its parameters, such as "top-3".
-        compress: (key, x, id=0, n=1) -> Message, pure and jittable.
-        constants: (d, n=1) -> Constants, for vectors of R^d and n clients.
-        encode: (key, x, id=0, n=1) -> the bytes that client `id` sends for x; on the host.
-        decode: (key, data, like, id=0, n=1) -> compress(key, x, id, n).value; on the host.
-        kept: (d, n=1) -> mean number of values in a message, for the legacy bit counts (`commjax.core.conventions`).
-        outcomes: (xs [n, d]) -> (probabilities [m], values [m, n, d]), the exact joint law for small d and n, as NumPy
-            arrays on the host; None if it is not known.
-        absence: whether one of the outcomes is "nothing is sent, and the receiver assumes 0".  A client may then be
-            absent.
-        length: (key, like, id=0, n=1) -> len(encode(key, x, id, n)), an exact int, the same for every x with the shapes
-            and dtypes of `like`; on the host.  None if it is not known.
-    """
-
-    name: str
-    compress: Callable[..., Message]
-    constants: Callable[..., Constants]
-    encode: Callable[..., bytes]
-    decode: Callable[..., PyTree]
-    kept: Callable[..., float]
-    outcomes: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
-    absence: bool = False
-    length: Callable[..., int] | None = None
 
 
 class Reducer(NamedTuple):
@@ -145,7 +132,7 @@ class Round(NamedTuple):
     run: Key | None = None
 
     @property
-    def own_key(self) -> Key:
+    def client_key(self) -> Key:
         """Key of this client in this round.
 
         Everybody can compute it from `key`, unless the client has a `secret` (`commjax.federation.exchange`).
@@ -153,10 +140,42 @@ class Round(NamedTuple):
         return jax.random.fold_in(self.key if self.secret is None else self.secret, self.id)
 
 
-# (params, ids, **per_client) -> State
-InitFn = Callable[..., State]
-# (key, hparams, state, batch, *, axis_name=None) -> (State, metrics); metrics begin with the fields of `Metrics`
-StepFn = Callable[..., tuple[State, Any]]
+@runtime_checkable
+class InitFn(Protocol):
+    """Make the first state of a method."""
+
+    def __call__(self, params: Params, ids: Any, /, *rest: Any, **per_client: Any) -> State:
+        """Return the state of the server and of the clients `ids` [n].
+
+        `per_client` are options of the method, with one row for each client.
+        """
+        ...
+
+
+@runtime_checkable
+class StepFn(Protocol):
+    """One round of a method."""
+
+    def __call__(
+        self, key: Key, hparams: Any, state: State, batch: PyTree, /, *, axis_name: AxisName = None
+    ) -> tuple[State, Any]:
+        """Return the next state, and metrics that begin with the fields of `Metrics`.
+
+        The leaves of `batch` have a leading axis, one row for each row of `state.clients`.
+        """
+        ...
+
+
+# (round, hparams, server, client, data) -> (client, message, loss), all of one client, without a client axis
+ClientStep = Callable[[Round, Any, Any, Any, PyTree], tuple[Any, Message, Array]]
+# (hparams, server, the reduced message) -> server
+ServerStep = Callable[[Any, Any, PyTree], Any]
+# (key of the run, hparams, server, ids [m], messages with a leading axis of m) -> server
+JoinFn = Callable[[Key, Any, Any, Shaped[Array, "m"], PyTree], Any]
+# (key of the run, round, n) -> ids of the members
+MembersFn = Callable[[Key, int, int], Sequence[int] | np.ndarray]
+# (hparams, server, client) -> client
+CommitFn = Callable[[Any, Any, Any], Any]
 
 
 class Codec(NamedTuple):
@@ -173,8 +192,8 @@ class Codec(NamedTuple):
     """
 
     bits: Callable[[Any, int], float]
-    write: Callable[..., Any]
-    read: Callable[..., Any]
+    write: Callable[[Key, Any, Any, int], Any]
+    read: Callable[[Key, bytes, Any, int, int], Any]
 
 
 class Exchange(NamedTuple):
@@ -191,8 +210,8 @@ class Exchange(NamedTuple):
         down: names of the fields of `server` that a client receives.  An upload has the structure of these fields.
         compressor: compressor of the uploads; None sends them uncompressed.
         cohort_size: number of clients in a round; None is all of them.
-        private: whether the method hides a client's data.  `Round.own_key` must then be secret and the loss must not be
-            sent.
+        private: whether the method hides a client's data.  `Round.client_key` must then be secret, and the loss must
+            not be sent.
         download: codec of the downloads; None sends the fields `down` uncompressed.
         upload: codec of the uploads; None uses the encoding of `compressor`.
         members: (key, round, n) -> ids of the clients in this round; None draws `cohort_size` of them at random.
@@ -204,20 +223,20 @@ class Exchange(NamedTuple):
         reduce: reducer of the messages that `server_step` receives; None is the mean.
     """
 
-    client_step: Callable[..., tuple[Any, Message, Any]]
-    server_step: Callable[..., Any] | None
+    client_step: ClientStep
+    server_step: ServerStep | None
     bits_down: Callable[[Any], float]
-    down: tuple[str, ...]
-    compressor: Compressor | None
-    cohort_size: int | None
+    down: tuple[str, ...] = ("params",)
+    compressor: Compressor | None = None
+    cohort_size: int | None = None
     private: bool = False
 
     download: Codec | None = None
     upload: Codec | None = None
-    members: Callable[..., Any] | None = None
-    joined: Callable[..., Any] | None = None
+    members: MembersFn | None = None
+    joined: JoinFn | None = None
     start: Callable[[State], State] | None = None
-    commit: Callable[..., Any] | None = None
+    commit: CommitFn | None = None
     reduce: Reducer | None = None
 
 

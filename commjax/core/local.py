@@ -7,14 +7,12 @@ import jax
 from jaxtyping import Array, PyTree
 
 from commjax.core import tree
-from commjax.core.base import Key, Message, Params
+from commjax.core.base import Key, Message, Over, Params, ValueAndGrad
+
+__all__ = ["ClientResult", "Over", "Sample", "Train", "ValueAndGrad", "all_rows", "check_batch", "minibatch", "sgd"]
 
 # (key, data of one client) -> batch
 Sample = Callable[[Key, PyTree], PyTree]
-# (params, batch) -> (loss, gradient like params)
-ValueAndGrad = Callable[[Params, Any], tuple[Array, Params]]
-# (function of one client) -> function of all clients, whose arguments have a leading client axis
-Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 # What a client step returns: the client's new state, its message, its loss
 ClientResult = tuple[Any, Message, Array]
 

@@ -19,17 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from commjax.core.base import Reducer
+from commjax.core.communication import column
 
 __all__ = ["Reducer", "clipped_mean", "median", "trimmed_mean"]
 
 
-def _column(values: Array, leaf: Array) -> Array:
-    return values.reshape(-1, *[1] * (leaf.ndim - 1))
-
-
 def _sorted(leaf: Array, present: Array) -> Array:
     """Sort the messages that count in each coordinate; the others are last."""
-    return jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.asarray(jnp.inf, leaf.dtype)), axis=0)
+    return jnp.sort(jnp.where(column(present, leaf), leaf, jnp.asarray(jnp.inf, leaf.dtype)), axis=0)
 
 
 def median() -> Reducer:
@@ -45,12 +42,12 @@ def median() -> Reducer:
     def reduce(rows: PyTree, present: Bool[Array, "n"]) -> PyTree:
         number = jnp.sum(present)
 
-        def one(leaf: Shaped[Array, "n ..."]) -> Array:
+        def leaf_median(leaf: Shaped[Array, "n ..."]) -> Array:
             ordered = _sorted(leaf, present)
             low, high = (jnp.take(ordered, at, axis=0, mode="clip") for at in ((number - 1) // 2, number // 2))
             return low + (high - low) * jnp.asarray(0.5, leaf.dtype)
 
-        return jax.tree.map(one, rows)
+        return jax.tree.map(leaf_median, rows)
 
     return Reducer("median", reduce)
 
@@ -77,11 +74,11 @@ def trimmed_mean(trim: float) -> Reducer:
         at = jnp.arange(len(present), dtype=number.dtype)
         stays = (at >= dropped) & (at < number - dropped)
 
-        def one(leaf: Shaped[Array, "n ..."]) -> Array:
-            kept = jnp.where(_column(stays, leaf), _sorted(leaf, present), jnp.zeros((), leaf.dtype))
+        def leaf_trimmed(leaf: Shaped[Array, "n ..."]) -> Array:
+            kept = jnp.where(column(stays, leaf), _sorted(leaf, present), jnp.zeros((), leaf.dtype))
             return jnp.sum(kept, axis=0) / (number - 2 * dropped).astype(leaf.dtype)
 
-        return jax.tree.map(one, rows)
+        return jax.tree.map(leaf_trimmed, rows)
 
     return Reducer(f"trimmed-mean({trim:g})", reduce)
 
@@ -113,9 +110,9 @@ def clipped_mean(norm: float) -> Reducer:
         shorter = jnp.minimum(1, norm / jnp.where(most > 0, most * jnp.sqrt(jnp.sum(sums, axis=0)), norm))
         weight = jnp.where(present, shorter, 0) / jnp.sum(present).astype(wide)
 
-        def one(leaf: Shaped[Array, "n ..."]) -> Array:
-            return jnp.sum(leaf * _column(weight, leaf).astype(leaf.dtype), axis=0)
+        def leaf_sum(leaf: Shaped[Array, "n ..."]) -> Array:
+            return jnp.sum(leaf * column(weight, leaf).astype(leaf.dtype), axis=0)
 
-        return jax.tree.map(one, rows)
+        return jax.tree.map(leaf_sum, rows)
 
     return Reducer(f"clipped-mean({norm:g})", reduce)

@@ -1,16 +1,21 @@
-"""Communication over the client axis: `broadcast` down, `mean` up, and the round that uses both."""
+"""One round: `exchange_round` computes it, and `federated` makes an `Algorithm` of a client step and a server step.
+
+The verbs over the client axis are in `commjax.core.communication`, the cohort is in `commjax.core.cohorts`, the keys
+are in `commjax.core.round_keys`.  Their names can also be used from here, as `rounds.mean`.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from commjax.core.base import (
     Algorithm,
-    ClientId,
+    Axis,
+    AxisName,
+    ClientStep,
     Codec,
     Compressor,
     Exchange,
@@ -18,215 +23,62 @@ from commjax.core.base import (
     Key,
     Message,
     Metrics,
+    Over,
     Reducer,
-    Round,
+    ServerStep,
     Spec,
     State,
+    ValueAndGrad,
 )
 from commjax.core.checks import checked_init
+from commjax.core.cohorts import Members, check_cohort, cohort, cohort_members
+from commjax.core.communication import (
+    acceptable,
+    bits_of,
+    broadcast,
+    count,
+    dense_bits,
+    gathered,
+    largest,
+    mean,
+    mean_bits,
+    plain_name,
+    real,
+    reduced,
+)
+from commjax.core.round_keys import RoundKeys, keys, message_of, round_of
 
-
-class PaddedAxis(str):
-    """The name of a device axis whose last rows are padding (`devices.parallel.padded_axis`).
-
-    Attributes:
-        n: number of clients; the rows from n on are padding.
-    """
-
-    n: int
-
-
-class RoundKeys(NamedTuple):
-    """The keys of one round.  All parties can compute them from the key of the run.
-
-    Attributes:
-        shared: key of the round.  Compressors draw from it.
-        cohort: key of the draw of the clients that take part.
-        server: key of what the server draws.
-    """
-
-    shared: Key
-    cohort: Key
-    server: Key
-
-    def client(self, id: ClientId) -> Key:
-        """Key of one client in this round.
-
-        Args:
-            id: the client's number, from 0 to n - 1.
-
-        Returns:
-            A key that differs from those of the other clients and from `cohort` and `server`.
-        """
-        return jax.random.fold_in(self.shared, id)
-
-
-def keys(key: Key, round: int | Int[Array, ""], n: int) -> RoundKeys:
-    """Derive the keys of a round.
-
-        shared = fold_in(key, round),  client i: fold_in(shared, i),  cohort: fold_in(shared, n),
-        server: fold_in(shared, n + 1)
-
-    Args:
-        key: key of the run.
-        round: number of the round.
-        n: number of clients.
-
-    Returns:
-        The keys.
-
-    >>> derived = keys(jax.random.key(0), 3, 10)
-    >>> bool(derived.cohort == derived.client(10)), bool(derived.server == derived.client(11))
-    (True, True)
-    """
-    shared = jax.random.fold_in(key, round)
-    return RoundKeys(shared, jax.random.fold_in(shared, n), jax.random.fold_in(shared, n + 1))
-
-
-def broadcast(server: PyTree, axis_name: str | None = None) -> PyTree:
-    """Give every device its own copy of the server's values.
-
-    Under `shard_map` the gradient at a *replicated* value would silently be summed over devices.  At a value that
-    varies over the axis, each device gets the gradient of its own clients.
-
-    Args:
-        server: a pytree that is the same on all devices.
-        axis_name: the device axis; None if there is none.
-
-    Returns:
-        The same values, marked as varying over `axis_name`.
-    """
-    if axis_name is None:
-        return server
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), server)
-
-
-def mean(rows: PyTree, axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None) -> PyTree:
-    """Average the rows of all clients on all devices.
-
-        (1/n) sum_i row_i,  or with weights  (1/n) sum_i w_i row_i
-
-    Args:
-        rows: a pytree whose leaves have a leading axis, one row for each client of this device.
-        axis_name: the device axis; None if there is none.
-        weights: one number for each client of this device; None is 1 for each.
-
-    Returns:
-        A pytree without the leading axis, in the dtypes of `rows`, the same on all devices.
-
-    >>> mean(jnp.arange(4.0)).item(), mean(jnp.arange(4.0), weights=jnp.array([0.0, 0.0, 0.0, 4.0])).item()
-    (1.5, 3.0)
-    """
-
-    def one(leaf: Array) -> Array:
-        if weights is not None:
-            if len(weights) != len(leaf):
-                raise ValueError(f"weights must have one entry per row, got {len(weights)} for {len(leaf)} rows")
-            leaf = leaf * _column(weights, leaf).astype(leaf.dtype)
-        if isinstance(axis_name, PaddedAxis):
-            kept = jnp.where(_column(real(len(leaf), axis_name), leaf), leaf, jnp.zeros((), leaf.dtype))
-            return jax.lax.psum(jnp.sum(kept, axis=0), axis_name) / jnp.asarray(axis_name.n, leaf.dtype)
-        local = jnp.mean(leaf, axis=0)
-        return local if axis_name is None else jax.lax.pmean(local, axis_name)
-
-    return jax.tree.map(one, rows)
-
-
-def acceptable(row: PyTree) -> Bool[Array, ""]:
-    """Whether a server may use a message: its numbers and their squares are finite.
-
-    The bound on a magnitude is `largest` of the dtype: 1.8e19 for float32 and bfloat16 messages, 1.3e154 for float64.
-    A float16 message only has to be finite.  Sums and squares of accepted messages therefore stay finite.
-
-    Args:
-        row: one message.
-
-    Returns:
-        A bool.
-
-    >>> bool(acceptable(jnp.array([1.0, -1e18]))), bool(acceptable(jnp.array([1e300])))
-    (True, False)
-    >>> bool(acceptable(jnp.array(jnp.nan)))
-    False
-    """
-
-    def one(leaf: Array) -> Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jnp.ones((), bool)
-        return jnp.all(jnp.abs(leaf) <= jnp.asarray(largest(leaf.dtype), leaf.dtype))  # False for NaN
-
-    return jnp.all(jnp.stack([one(leaf) for leaf in jax.tree.leaves(row)] or [jnp.ones((), bool)]))
-
-
-def largest(dtype: Any) -> float:
-    """The largest magnitude that `acceptable` allows in a message of this dtype.
-
-    It is the square root of the largest number of the dtype, or of float32 if the dtype has fewer bits.
-
-    Args:
-        dtype: a floating-point dtype.
-
-    Returns:
-        A number of at most the largest number of the dtype.
-    """
-    wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
-    return min(float(jnp.finfo(dtype).max), float(jnp.finfo(wide).max) ** 0.5)
-
-
-def gathered(rows: PyTree, axis_name: str | None = None) -> PyTree:
-    """Collect the rows of all devices on every device.
-
-    The rows are placed in an array of zeros and summed over the devices, because `shard_map` knows that a sum is the
-    same on all devices.
-
-    Args:
-        rows: a pytree whose leaves have a leading axis, one row for each client of this device.
-        axis_name: the device axis; None if there is none.
-
-    Returns:
-        The pytree with the rows of all devices, in the order of the devices.
-    """
-    if axis_name is None:
-        return rows
-    devices, at = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-
-    def one(leaf: Array) -> Array:
-        wide = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
-        mine = (jnp.arange(devices, dtype=jnp.int32) == at).reshape(-1, *[1] * leaf.ndim)
-        placed = jnp.where(mine, wide[None], jnp.zeros((), wide.dtype))
-        return jax.lax.psum(placed, axis_name).reshape(-1, *leaf.shape[1:]).astype(leaf.dtype)
-
-    return jax.tree.map(one, rows)
-
-
-def reduced(
-    reducer: Reducer | None,
-    rows: PyTree,
-    losses: Shaped[Array, "n"],
-    axis_name: str | None = None,
-    weights: Shaped[Array, "n"] | None = None,
-) -> tuple[PyTree, Array]:
-    """Reduce the messages of all clients to one message, and their losses to the mean loss.
-
-    Args:
-        reducer: None is the mean.  A reducer ignores messages that are not `acceptable`, and their losses.
-        rows: the messages, with a leading axis of clients.
-        losses: one for each message.
-        axis_name: the device axis; a reducer gets the rows of all devices, which costs n messages of traffic instead of
-            one.
-        weights: weights of `mean`; weight 0 marks a client that takes no part in the round.
-
-    Returns:
-        The message and the loss, the same on all devices.
-    """
-    if reducer is None:
-        return mean((rows, losses), axis_name, weights)
-    counts = real(len(losses), axis_name) & jax.vmap(acceptable)(rows)
-    counts = counts if weights is None else counts & (weights > 0)
-    clean = jax.tree.map(lambda leaf: jnp.where(_column(counts, leaf), leaf, jnp.zeros((), leaf.dtype)), (rows, losses))
-    (values, losses), counts = gathered((clean, counts), axis_name)
-    number = jnp.sum(counts).astype(losses.dtype)
-    return reducer.reduce(values, counts), jnp.sum(losses) / number
+__all__ = [
+    "Axis",
+    "Members",
+    "RoundKeys",
+    "RoundResult",
+    "acceptable",
+    "bits_of",
+    "broadcast",
+    "check_cohort",
+    "check_rows",
+    "cohort",
+    "cohort_members",
+    "count",
+    "dense_bits",
+    "evaluated",
+    "exchange_round",
+    "federated",
+    "gathered",
+    "keys",
+    "largest",
+    "mean",
+    "mean_bits",
+    "message_of",
+    "next_round",
+    "one_by_one",
+    "plain_name",
+    "real",
+    "reduced",
+    "round_of",
+    "server_round",
+]
 
 
 def next_round(before: Any, after: Any) -> Any:
@@ -245,77 +97,13 @@ def next_round(before: Any, after: Any) -> Any:
     return after._replace(round=before.round + 1)
 
 
-def mean_bits(
-    bits: Shaped[Array, "n"], axis_name: str | None = None, weights: Shaped[Array, "n"] | None = None
-) -> Array:
-    """Average the bits of the clients' messages, exactly if they are equal.
-
-    The plain `mean` is not exact: n times the bits need not be a float32 number.
-
-    Args:
-        bits: one number for each client of this device.
-        axis_name: the device axis; None if there is none.
-        weights: weights of `mean`.
-
-    Returns:
-        The mean over the clients of all devices.
-
-    >>> mean_bits(jnp.full(1000, 674_720, jnp.float32)).item()
-    674720.0
-    """
-    if weights is not None or isinstance(axis_name, PaddedAxis):
-        return mean(bits, axis_name, weights)
-    local = bits[0] + jnp.mean(bits - bits[0])
-    return local if axis_name is None else jax.lax.pmean(local, axis_name)
-
-
-def count(ids: Shaped[Array, "n"], axis_name: str | None = None) -> int:
-    """The number of clients on all devices, as a Python int.
-
-    Args:
-        ids: the ids on this device.
-        axis_name: the device axis; None if there is none.
-
-    Returns:
-        n, without padding rows.
-    """
-    if isinstance(axis_name, PaddedAxis):
-        return axis_name.n
-    return ids.shape[0] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
-
-
-def real(local: int, axis_name: str | None = None) -> Bool[Array, "m"]:
-    """Which rows of this device are clients, not padding.
-
-    Args:
-        local: number of rows on this device.
-        axis_name: the device axis; None if there is none.
-
-    Returns:
-        A bool for each row.
-    """
-    if not isinstance(axis_name, PaddedAxis):
-        return jnp.ones(local, bool)
-    return jax.lax.axis_index(axis_name) * local + jnp.arange(local, dtype=jnp.int32) < axis_name.n
-
-
-def dense_bits(params: PyTree) -> int:
-    """Bits of a pytree that is sent uncompressed, as an exact int."""
-    return sum(8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
-
-
-def bits_of(params: PyTree) -> Array:
-    """`dense_bits` as an array of the default float dtype, for `Message.bits`."""
-    return jnp.asarray(dense_bits(params), jnp.zeros(()).dtype)
-
-
-def one_by_one(one: Callable) -> Callable:
-    """Like `jax.vmap(one)`, but the clients are computed one after another.
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `jax.vmap(function)`, but the clients are computed one after another.
 
     This saves memory, and costs no time for networks whose step uses the whole machine.
 
     Args:
-        one: function of one client's rows.
+        function: function of one client's rows.
 
     Returns:
         The function of rows with a leading client axis.
@@ -323,92 +111,10 @@ def one_by_one(one: Callable) -> Callable:
     >>> one_by_one(lambda x, y: x + y)(jnp.arange(3), jnp.ones(3, int)).tolist()
     [1, 2, 3]
     """
-    return lambda *rows: jax.lax.map(lambda row: one(*row), rows)
+    return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
 
 
-class Cohort(NamedTuple):
-    """The clients that take part in a round.
-
-    `cohort` draws them without replacement from a key that all parties share.  Without a device axis only the rows of
-    the members are read and written.  With one, every device works on all of its rows, because the number of members on
-    it is not known when the program is compiled.
-
-    Attributes:
-        member: for each row on this device, whether the client takes part; None if all do.
-        at: positions of the members, without a device axis; else None.
-        weights: weights with which `mean` is the mean over the members; None is 1 for each row.
-    """
-
-    member: Bool[Array, "n"] | None
-    at: Int[Array, "m"] | None
-    weights: Shaped[Array, "n"] | None
-
-    def take(self, rows: PyTree) -> PyTree:
-        """Select the rows that this device works on."""
-        return rows if self.at is None else jax.tree.map(lambda leaf: leaf[self.at], rows)
-
-    def put(self, rows: PyTree, new: PyTree) -> PyTree:
-        """Replace the rows of the members by `new`."""
-        if self.member is None:
-            return new
-        if self.at is not None:
-            return jax.tree.map(lambda leaf, value: leaf.at[self.at].set(value), rows, new)
-        member = self.member
-        return jax.tree.map(lambda old, value: jnp.where(_column(member, old), value, old), rows, new)
-
-
-def _column(values: Array, leaf: Array) -> Array:
-    return jnp.reshape(values, (-1,) + (1,) * (leaf.ndim - 1))
-
-
-def check_cohort(size: int | None) -> None:
-    """ValueError unless `size` is None or at least 1."""
-    if size is not None and size < 1:
-        raise ValueError(f"cohort must be at least 1 client (or None for all), got {size}")
-
-
-def cohort_members(key: Key, ids: Shaped[Array, "m"], n: int, size: int) -> Bool[Array, "m"]:
-    """Which of the given clients belong to the cohort that `key` draws.
-
-    Args:
-        key: key of the draw, the same for all parties.
-        ids: numbers of the clients in question, from 0 to n - 1.
-        n: number of clients.
-        size: number of members of the cohort, drawn uniformly without replacement.
-
-    Returns:
-        A bool for each of `ids`.
-
-    >>> int(cohort_members(jax.random.key(0), jnp.arange(10), 10, 3).sum())
-    3
-    """
-    if not 1 <= size <= n:
-        raise ValueError(f"cohort must be between 1 and the number of clients, got {size} of {n}")
-    return jax.random.permutation(key, n)[ids] < size
-
-
-def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: str | None = None) -> Cohort:
-    """Draw the cohort of a round.
-
-    Args:
-        key: key of the draw, the same for all parties.
-        ids: ids on this device.
-        size: number of members; None is all clients.
-        axis_name: the device axis; None if there is none.
-
-    Returns:
-        The cohort, as far as this device needs it.
-    """
-    n = count(ids, axis_name)
-    if size is None or size == n:
-        return Cohort(None, None, None)
-    member = cohort_members(key, ids, n, size)
-    if axis_name is None:
-        return Cohort(member, jnp.nonzero(member, size=size)[0], None)
-    return Cohort(member, None, jnp.where(member, n / size, 0.0))
-
-
-def evaluated(value_and_grad: Callable, params: PyTree, data: PyTree) -> tuple[Array, PyTree]:
+def evaluated(value_and_grad: ValueAndGrad, params: PyTree, data: PyTree) -> tuple[Array, PyTree]:
     """Compute one client's loss and gradient, and check that the function returns both.
 
     Args:
@@ -423,14 +129,14 @@ def evaluated(value_and_grad: Callable, params: PyTree, data: PyTree) -> tuple[A
     Traceback (most recent call last):
     TypeError: value_and_grad(params, data) must return (loss, gradients like params): pass ...
     """
-    found = value_and_grad(params, data)
-    pair = isinstance(found, tuple) and len(found) == 2 and jax.tree.structure(found[0]) == jax.tree.structure(0)
-    if not pair or jnp.ndim(found[0]) or jax.tree.structure(found[1]) != jax.tree.structure(params):
+    result = value_and_grad(params, data)
+    pair = isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == jax.tree.structure(0)
+    if not pair or jnp.ndim(result[0]) or jax.tree.structure(result[1]) != jax.tree.structure(params):
         raise TypeError(
             "value_and_grad(params, data) must return (loss, gradients like params): pass jax.value_and_grad(loss), "
             "not loss or jax.grad(loss)"
         )
-    return found
+    return result
 
 
 def check_rows(data: PyTree, n: int) -> None:
@@ -443,31 +149,110 @@ def check_rows(data: PyTree, n: int) -> None:
             )
 
 
-def message_of(exchange: Exchange, key: Key, x: PyTree, id: Any, n: int) -> Message:
-    """Compress x as client `id` does in a round.
+def server_round(
+    exchange: Exchange,
+    hparams: Any,
+    server: Any,
+    values: PyTree,
+    losses: Shaped[Array, "n"],
+    *,
+    axis_name: AxisName = None,
+    weights: Shaped[Array, "n"] | None = None,
+) -> tuple[Any, Array]:
+    """The server's part of a round: reduce the messages, take the server step, count the round.
 
     Args:
-        exchange: of the method.
-        key: key of the round.
-        x: what the client sends.
-        id: the client's number.
-        n: number of clients.
+        exchange: of the method, with a `server_step`.
+        hparams: hyperparameters of the method.
+        server: server state at the beginning of the round.
+        values: the messages as the server sees them, with a leading axis of clients.
+        losses: one for each message.
+        axis_name: the device axis; None if there is none.
+        weights: weights of `mean`.
 
     Returns:
-        The message as the server sees it: C(x), or x itself without a compressor.
+        The server state of the next round, and the mean loss.
     """
-    if exchange.compressor is None:
-        return Message(x, bits_of(x))
-    return exchange.compressor.compress(key, x, id, n)
+    assert exchange.server_step is not None
+    value, loss = reduced(exchange.reduce, values, losses, axis_name, weights)
+    return next_round(server, exchange.server_step(hparams, server, value)), loss
+
+
+class RoundResult(NamedTuple):
+    """What `exchange_round` returns.
+
+    Attributes:
+        state: the state of the next round.
+        metrics: the loss is the mean over the members of the cohort; bits are means over all n clients.
+        values: the messages as the server sees them, one row for each client that this device worked on.
+        losses: one for each of these clients.
+    """
+
+    state: State
+    metrics: Metrics
+    values: PyTree
+    losses: Shaped[Array, "m"]
+
+
+def exchange_round(
+    exchange: Exchange,
+    key: Key,
+    hparams: Any,
+    state: State,
+    batch: PyTree,
+    *,
+    axis_name: AxisName = None,
+    over: Over = jax.vmap,
+    population: int | None = None,
+) -> RoundResult:
+    """Compute one round of a method that communicates once a round.
+
+        client_i, m_i, loss_i  <-  client_step(round, hparams, server, client_i, data_i)     for i in the cohort
+        server                 <-  server_step(hparams, server, reduce_i m_i)
+
+    Args:
+        exchange: of the method, with a `server_step`.
+        key: key of the run.
+        hparams: hyperparameters of the method.
+        state: the state at the beginning of the round, with the rows of this device.
+        batch: data of the round, one row for each row of `state.clients`.
+        axis_name: the device axis; None if there is none.
+        over: maps a function of one client over the client axis: `jax.vmap` or `one_by_one`.
+        population: number of all clients, if the rows are those of a cohort that the caller has drawn.  None: the rows
+            are those of all clients, and the cohort is drawn here.
+
+    Returns:
+        The next state, the metrics, the messages and the losses.
+    """
+    server, clients = state
+    drawn = population is not None
+    n = population if drawn else count(clients.id, axis_name)
+    size = len(clients.id) if drawn else exchange.cohort_size or n
+    derived = keys(key, server.round, n)
+    members = Members() if drawn else cohort(derived.cohort, clients.id, size, axis_name)
+    received = broadcast(server, axis_name)
+
+    def client_round(client: Any, data: PyTree) -> tuple[Any, Message, Array]:
+        round = round_of(exchange, derived.shared, client.id, n, run=key)
+        return exchange.client_step(round, hparams, received, client, data)
+
+    rows, message, losses = over(client_round)(members.take(clients), members.take(batch))
+    after, loss = server_round(
+        exchange, hparams, server, message.value, losses, axis_name=axis_name, weights=members.weights
+    )
+    bits = mean_bits(message.bits, axis_name, members.weights)
+    bits_down = jnp.asarray(size / n * exchange.bits_down(server), bits.dtype)
+    metrics = Metrics(loss, size / n * bits, bits_down)
+    return RoundResult(State(after, members.put(clients, rows)), metrics, message.value, losses)
 
 
 def federated(
     init: InitFn,
-    client_step: Callable[[Round, Any, Any, Any, PyTree], tuple[Any, Message, Array]],
-    server_step: Callable[[Any, Any, PyTree], Any],
+    client_step: ClientStep,
+    server_step: ServerStep,
     bits_down: Callable[[Any], float],
     cohort_size: int | None = None,
-    over: Callable[[Callable], Callable] = jax.vmap,
+    over: Over = jax.vmap,
     *,
     compressor: Compressor | None = None,
     down: tuple[str, ...] = ("params",),
@@ -498,7 +283,7 @@ def federated(
         over: maps a function of one client over the client axis: `jax.vmap` or `one_by_one`.
         compressor: compressor of the uploads; None sends them uncompressed.
         down: names of the fields of `server` that a client may read, besides `round`.
-        private: whether the method draws its noise from `round.own_key`, which must then be a secret of the client.
+        private: whether the method draws its noise from `round.client_key`, which must then be a secret of the client.
         download: codec of the downloads, if they are not all fields of `down` for every client.
         upload: codec of the uploads, if they have neither the compressor's encoding nor the structure of `down`.
         reduce: a robust reducer (`commjax.core.robust`); None is the mean.
@@ -514,27 +299,23 @@ def federated(
             "take these for messages; allowed: a compressor with which every client sends, or reduce=None"
         )
     exchange = Exchange(
-        client_step, server_step, bits_down, down, compressor, cohort_size, private, download, upload, reduce=reduce
+        client_step,
+        server_step,
+        bits_down,
+        down=down,
+        compressor=compressor,
+        cohort_size=cohort_size,
+        private=private,
+        download=download,
+        upload=upload,
+        reduce=reduce,
     )
 
-    def step(key, hparams, state, batch, *, axis_name=None):
+    def step(
+        key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None
+    ) -> tuple[State, Metrics]:
         check_rows(batch, len(state.clients.id))
-        n = count(state.clients.id, axis_name)
-        derived = keys(key, state.server.round, n)
-        here = cohort(derived.cohort, state.clients.id, cohort_size, axis_name)
-        received = broadcast(state.server, axis_name)
-
-        def one(client, data):
-            send = partial(message_of, exchange, derived.shared, id=client.id, n=n)
-            round = Round(derived.shared, client.id, n, send, run=key)
-            return client_step(round, hparams, received, client, data)
-
-        rows, message, loss = over(one)(here.take(state.clients), here.take(batch))
-        value, loss = reduced(reduce, message.value, loss, axis_name, here.weights)
-        bits = mean_bits(message.bits, axis_name, here.weights)
-        server = next_round(state.server, server_step(hparams, state.server, value))
-        share = (n if cohort_size is None else cohort_size) / n
-        down = jnp.asarray(share * bits_down(state.server), bits.dtype)
-        return State(server, here.put(state.clients, rows)), Metrics(loss, share * bits, down)
+        result = exchange_round(exchange, key, hparams, state, batch, axis_name=axis_name, over=over)
+        return result.state, result.metrics
 
     return Algorithm(checked_init(init), step, exchange, spec)

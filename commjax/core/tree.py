@@ -84,7 +84,7 @@ def vdot(a: PyTree, b: PyTree) -> Array:
     """
     products = jax.tree.leaves(jax.tree.map(jnp.vdot, a, b))
     wide = jnp.zeros(()).dtype  # leaves may have different dtypes
-    return sum((one.astype(wide) for one in products), start=jnp.zeros((), wide))
+    return sum((product.astype(wide) for product in products), start=jnp.zeros((), wide))
 
 
 def sq_norm(a: PyTree) -> Array:
@@ -118,7 +118,7 @@ def varying_like(a: PyTree, *like: Array) -> PyTree:
     """
     # The sum below never changes a value; it only carries the axes over.  The attribute of the type that holds them has
     # different names in different JAX versions.
-    first = jnp.stack([one.reshape(-1)[0] != one.reshape(-1)[0] for one in like])
+    first = jnp.stack([leaf.reshape(-1)[0] != leaf.reshape(-1)[0] for leaf in like])
     never = jnp.sum(first) > len(like)
     return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), a)
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from commjax.core import checkpoint, checks, rounds, runner, tree
-from commjax.core.base import Algorithm, Key, Message, Metrics, Params, Round
+from commjax.core.base import Algorithm, Exchange, Key, Message, Metrics, Params, State
 from commjax.core.runner import DivergedError
 
 # (key, round, n, size) -> ids of the cohort, as `members`
@@ -304,29 +304,35 @@ def cohort_step(algorithm: Algorithm, n: int, size: int | None = None) -> Callab
     """
     m, joint = _size(algorithm, n, size)
     exchange = algorithm.exchange
-    assert exchange is not None and exchange.server_step is not None
-    server_step = exchange.server_step
+    assert exchange is not None
+    exchange = _sent_by_members(exchange, n, m) if joint else exchange
 
-    def step(key, hparams, server, rows, batch):
-        key_round = jax.random.fold_in(key, server.round)
-        key_message = jax.random.split(key_round)[1] if joint else key_round  # the key that `m_nice` gives to C
-
-        def one(client, data):
-            def send(x):
-                value, bits = rounds.message_of(exchange, key_message, x, client.id, n)
-                return Message(tree.scale(n / m, value) if joint else value, bits)
-
-            return exchange.client_step(Round(key_round, client.id, n, send, run=key), hparams, server, client, data)
-
-        rows, (value, bits), loss = jax.vmap(one)(rows, batch)
-        accepted = jax.vmap(rounds.acceptable)(value) & jnp.isfinite(loss)
-        value, loss = rounds.reduced(exchange.reduce, value, loss)
-        value = tree.scale(m / n, value) if joint else value  # absent clients send 0
-        down = jnp.asarray(m / n * exchange.bits_down(server), bits.dtype)
-        after = rounds.next_round(server, server_step(hparams, server, value))
-        return after, rows, Metrics(loss, m / n * jnp.mean(bits), down), accepted
+    def step(
+        key: Key, hparams: Any, server: Any, rows: Any, batch: PyTree
+    ) -> tuple[Any, Any, Metrics, Bool[Array, "m"]]:
+        result = rounds.exchange_round(exchange, key, hparams, State(server, rows), batch, population=n)
+        accepted = jax.vmap(rounds.acceptable)(result.values) & jnp.isfinite(result.losses)
+        return result.state.server, result.state.clients, result.metrics, accepted
 
     return jax.jit(step)
+
+
+def _sent_by_members(exchange: Exchange, n: int, m: int) -> Exchange:
+    """The exchange whose m members send what they send under `m_nice(m, C)`; absent clients send 0.
+
+    The mean over all n clients is m/n times the mean over the members.
+    """
+    compressor, server_step = exchange.compressor, exchange.server_step
+    assert compressor is not None and server_step is not None
+
+    def compress(key: Key, x: PyTree, id: Any = 0, n: int = n) -> Message:
+        value, bits = compressor.compress(jax.random.split(key)[1], x, id, n)  # the key that `m_nice` gives to C
+        return Message(tree.scale(n / m, value), bits)
+
+    def joint_step(hparams: Any, server: Any, value: PyTree) -> Any:
+        return server_step(hparams, server, tree.scale(m / n, value))
+
+    return exchange._replace(compressor=compressor._replace(compress=compress), server_step=joint_step)
 
 
 def run(

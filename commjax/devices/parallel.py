@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from commjax.core import checks, runner
-from commjax.core.base import Algorithm, Key, State, StepFn
-from commjax.core.rounds import PaddedAxis
+from commjax.core.base import Algorithm, Axis, Key, State, StepFn
 
 AXIS = "clients"
 
@@ -56,20 +55,6 @@ def _check_devices(num_devices: int) -> None:
 def _check_mesh(mesh: Mesh) -> None:
     if mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh must have the one axis {AXIS!r} (see client_mesh), got {mesh.axis_names}")
-
-
-def padded_axis(n: int) -> PaddedAxis:
-    """Name the device axis of n clients whose last rows are padding.
-
-    Args:
-        n: number of clients.
-
-    Returns:
-        The name, with the attribute `n`.  It contains n, because programs for different n differ.
-    """
-    axis = PaddedAxis(f"{AXIS} (of {n})")
-    axis.n = n
-    return axis
 
 
 def pad_rows(rows: PyTree, num_devices: int) -> PyTree:
@@ -107,12 +92,12 @@ def _on_shards(function: Callable, mesh: Mesh, key, hparams, state: State, data:
     if not 1 <= n <= rows:
         raise ValueError(f"n must be between 1 and the {rows} rows, got {n}")
     padded = rows + -rows % mesh.size
-    axis = AXIS if padded == n else padded_axis(n)
-    prefix = State(server=P(), clients=P(axis))
+    axis = AXIS if padded == n else Axis(AXIS, n)
+    prefix = State(server=P(), clients=P(AXIS))
     mapped = jax.shard_map(
         partial(function, axis_name=axis),
-        mesh=Mesh(mesh.devices, (axis,), axis_types=mesh.axis_types),
-        in_specs=(P(), P(), prefix, P(axis)),
+        mesh=mesh,
+        in_specs=(P(), P(), prefix, P(AXIS)),
         out_specs=(prefix, P()),
     )
     clients, data = pad_rows((state.clients, data), mesh.size)
@@ -282,10 +267,10 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
     @partial(jax.jit, static_argnames="axis_name")
     def step(key, hparams, state, batch, *, axis_name=None):
         n = len(state.clients.id)
-        axis = padded_axis(n) if n % num_devices else AXIS
+        axis = Axis(AXIS, n) if n % num_devices else AXIS
         mapped = jax.pmap(
             partial(algorithm.step, axis_name=axis),
-            axis_name=axis,
+            axis_name=AXIS,
             in_axes=(None, None, prefix, 0),
             out_axes=(prefix, None),
             devices=jax.devices()[:num_devices],

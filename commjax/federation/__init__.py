@@ -3,7 +3,10 @@
 contract        what server and clients agree on before the first message
 fingerprint     a digest of a function's source and closure, to compare the code of server and clients
 envelope        a header with run, round, client, length and checksum before a payload
-exchange        one round as bytes: downloads, uploads, the new server state
+payload         encoders and decoders of downloads and uploads
+client          the client's part of a round: answer a download with an upload
+server          the server's part of a round: downloads, and the new server state
+exchange        one round as bytes: the names of `client` and `server` that a network needs
 flower          the same as a Flower ServerApp and ClientApp
 """
 
@@ -12,8 +15,8 @@ from typing import TYPE_CHECKING
 from commjax.core.lazy import submodules
 
 if TYPE_CHECKING:
-    from commjax.federation import contract, envelope, exchange, fingerprint, flower
+    from commjax.federation import client, contract, envelope, exchange, fingerprint, flower, payload, server
 
-__all__ = ["contract", "envelope", "exchange", "fingerprint", "flower"]
+__all__ = ["client", "contract", "envelope", "exchange", "fingerprint", "flower", "payload", "server"]
 
 __getattr__, __dir__ = submodules(__name__, __all__)

@@ -1,6 +1,7 @@
 """The contract of a federation: what server and clients agree on, and the keys, cohorts and bits that follow."""
 
 import hashlib
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from commjax.core import checkpoint, checks, rounds
-from commjax.core.base import Algorithm, Exchange, InitFn, Key, State
+from commjax.core.base import Algorithm, Exchange, Key, State
 from commjax.core.runner import BatchFn, full_batch
 from commjax.federation.fingerprint import digest
 
@@ -31,7 +32,7 @@ class Contract(NamedTuple):
 
     algorithm: Algorithm
     hparams: Any
-    init: InitFn
+    init: Callable[[Any], State]
     n: int
     key: Key
     batch_fn: BatchFn = full_batch
@@ -39,7 +40,7 @@ class Contract(NamedTuple):
     rounds: int | None = None
 
 
-def halves(contract: Contract) -> Exchange:
+def exchange_of(contract: Contract) -> Exchange:
     """The client step and the server step of the contract's algorithm.
 
     Args:
@@ -55,9 +56,9 @@ def halves(contract: Contract) -> Exchange:
     checks.hparams_of(contract.algorithm, contract.hparams, contract.n)
     if exchange.download is None:
         server = jax.eval_shape(partial(start, contract), jnp.arange(contract.n)).server
-        priced, sent = float(exchange.bits_down(server)), rounds.dense_bits(received_fields(exchange, server))
-        if priced != sent:
-            raise ValueError(f"down={exchange.down} has {sent} bits, but the algorithm's ledger says {priced:g}")
+        counted, sent = float(exchange.bits_down(server)), rounds.dense_bits(received_fields(exchange, server))
+        if counted != sent:
+            raise ValueError(f"down={exchange.down} has {sent} bits, but the algorithm's ledger says {counted:g}")
     if exchange.private and contract.rounds is None:
         raise ValueError(
             "rounds must be given with a private method: its clients answer so many, as the accountant counts"
@@ -102,7 +103,7 @@ def keys_of(contract: Contract) -> tuple[Key, Key]:
 
 def key_round(contract: Contract, round: int) -> Key:
     """The key of the steps of one round."""
-    return jax.random.fold_in(keys_of(contract)[0], round)
+    return rounds.keys(keys_of(contract)[0], round, contract.n).shared
 
 
 @cache
@@ -123,7 +124,7 @@ def fingerprint(contract: Contract) -> int:
     Returns:
         A number of 64 bits.
     """
-    exchange = halves(contract)
+    exchange = exchange_of(contract)
     server = start(contract, jnp.arange(contract.n)).server
     name = exchange.compressor.name if exchange.compressor else "dense"
     about = checkpoint.fingerprint(contract.key, contract.hparams, start=server)
@@ -135,10 +136,10 @@ def fingerprint(contract: Contract) -> int:
 
 def members(contract: Contract, round: int) -> list[int]:
     """The ids of the clients that take part in this round, in ascending order."""
-    exchange, ids = halves(contract), jnp.arange(contract.n)
+    exchange, ids = exchange_of(contract), jnp.arange(contract.n)
     if exchange.members is not None:
         return sorted(int(i) for i in exchange.members(keys_of(contract)[0], round, contract.n))
     if exchange.cohort_size is None or exchange.cohort_size == contract.n:
         return list(range(contract.n))
-    key = jax.random.fold_in(jax.random.fold_in(keys_of(contract)[0], round), contract.n)
+    key = rounds.keys(keys_of(contract)[0], round, contract.n).cohort
     return np.flatnonzero(rounds.cohort_members(key, ids, contract.n, exchange.cohort_size)).tolist()

@@ -86,17 +86,17 @@ def unseal(data: bytes, *, kind: str, run: int, limit: int) -> tuple[Header, byt
     b'payload'
     >>> unseal(seal(Header("up", 7, 3, 1), b"payload"), kind="up", run=8, limit=7)
     Traceback (most recent call last):
-    commjax.federation.envelope.RefusedError: foreign: a message of run 0000000000000007, not of 0000000000000008
+    commjax.federation.envelope.RefusedError: of another run: 0000000000000007, not 0000000000000008
     """
     if len(data) > HEADER_BYTES + limit:
         raise RefusedError(f"oversized: {len(data)} bytes, at most {HEADER_BYTES} + {limit} were expected")
     if len(data) < HEADER_BYTES:
         raise RefusedError(f"malformed: {len(data)} bytes, a header alone has {HEADER_BYTES}")
-    magic, version, number, found, round, client, counted, loss, length = _HEADER.unpack_from(data)
+    magic, version, number, sender, round, client, counted, loss, length = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise RefusedError(f"foreign: begins with {magic!r}, not {MAGIC!r}")
+        raise RefusedError(f"not of commjax: begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise RefusedError(f"foreign: version {version}, this side speaks version {VERSION}")
+        raise RefusedError(f"of another version: {version}, this side speaks version {VERSION}")
     if length != len(data) - HEADER_BYTES:
         raise RefusedError(f"malformed: the header says {length} bytes, {len(data) - HEADER_BYTES} have arrived")
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
@@ -104,7 +104,7 @@ def unseal(data: bytes, *, kind: str, run: int, limit: int) -> tuple[Header, byt
     if checksum != zlib.crc32(payload, zlib.crc32(data[: _HEADER.size])):
         raise RefusedError("malformed: the checksum is wrong")
     if number >= len(KINDS) or KINDS[number] != kind:
-        raise RefusedError(f"foreign: a message of kind {number}, {kind!r} was expected")
-    if found != run:
-        raise RefusedError(f"foreign: a message of run {found:016x}, not of {run:016x}")
-    return Header(kind, found, round, client, counted, loss), payload
+        raise RefusedError(f"of another kind: {number}, {kind!r} was expected")
+    if sender != run:
+        raise RefusedError(f"of another run: {sender:016x}, not {run:016x}")
+    return Header(kind, sender, round, client, counted, loss), payload

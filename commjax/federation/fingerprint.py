@@ -17,7 +17,7 @@ import numpy as np
 
 from commjax.core import checkpoint
 
-_FOREIGN = ("jax", "jaxlib", "jaxtyping", "beartype", "functools", "contextlib")
+_LIBRARIES = ("jax", "jaxlib", "jaxtyping", "beartype", "functools", "contextlib")
 
 
 def digest(thing: Any) -> str:
@@ -48,8 +48,8 @@ def _digest(thing: Any, known: dict[int, tuple[Any, str]]) -> str:
     if id(thing) not in known:
         known[id(thing)] = (thing, "itself")
         parts = [type(thing).__qualname__, *(_digest(part, known) for part in _inside(thing))]
-        found = hashlib.sha256("".join(f"{len(part)} {part}" for part in parts).encode()).hexdigest()[:16]
-        known[id(thing)] = (thing, found)
+        result = hashlib.sha256("".join(f"{len(part)} {part}" for part in parts).encode()).hexdigest()[:16]
+        known[id(thing)] = (thing, result)
     return known[id(thing)][1]
 
 
@@ -62,7 +62,7 @@ def _inside(thing: Any) -> list[Any]:
         return [thing.func, thing.args, thing.keywords]
     if isinstance(thing, types.MethodType):
         return [thing.__func__, thing.__self__]
-    if isinstance(thing, types.FunctionType) and _home(thing) not in _FOREIGN:
+    if isinstance(thing, types.FunctionType) and _home(thing) not in _LIBRARIES:
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _full(cell)]
         return [thing.__qualname__, _source(thing), thing.__defaults__, thing.__kwdefaults__, cells]
     if callable(thing):  # functions of JAX, jitted functions, classes

@@ -1,8 +1,7 @@
 """Any method that communicates once a round as a Flower ServerApp and ClientApp (extra `flower`).
 
-    client_app(contract, data)          a SuperNode with `--node-config "partition-id=I"` loads the data of client I
-    only server_app(contract, rounds=...)    in a round, one download to and one upload from every client that takes
-    part
+    client_app(contract, data)            a SuperNode with `--node-config "partition-id=I"` loads the data of client I
+    server_app(contract, rounds=...)      in a round, one download to and one upload from every client that takes part
 
 `contract(config)` and `data(config, id)` get the run's configuration (`[tool.flwr.app.config]`, `--run-config`).  Every
 message is one sealed record of bytes (`commjax.federation.envelope`) with the payload of `commjax.federation.exchange`.
@@ -50,7 +49,7 @@ def _agreed(contract: Callable[[Config], Contract], context: Any) -> Contract:
     return contract(context.run_config)._replace(run=context.run_id)
 
 
-def _own_id(context: Any, n: int) -> int:
+def _client_id(context: Any, n: int) -> int:
     id = context.node_config.get(ID)
     if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n:
         raise RefusedError(f'--node-config must have "{ID}=I", I an integer from 0 to {n - 1}, got {id!r}')
@@ -70,7 +69,7 @@ def client_app(contract: Callable[[Config], Contract], data: Callable[[Config, i
     flwr = _flwr()
     app = flwr.ClientApp()
 
-    def reply_to(message, answer: Callable[[bytes], bytes]):
+    def reply_to(message: Any, answer: Callable[[bytes], bytes]) -> Any:
         try:
             sealed = answer(_sealed(message))
         except RefusedError as error:
@@ -78,24 +77,24 @@ def client_app(contract: Callable[[Config], Contract], data: Callable[[Config, i
         return flwr.Message(flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": sealed})}), reply_to=message)
 
     @app.query("hello")
-    def hello(message, context):
+    def hello(message: Any, context: Any) -> Any:
         def answer(download: bytes) -> bytes:
             agreed = _agreed(contract, context)
             run = exchange.fingerprint(agreed)
             unseal(download, kind="hello", run=run, limit=0)
-            return seal(Header("hello", run, 0, _own_id(context, agreed.n)), b"")
+            return seal(Header("hello", run, 0, _client_id(context, agreed.n)), b"")
 
         return reply_to(message, answer)
 
     @app.query("round")
-    def one_round(message, context):
+    def client_round(message: Any, context: Any) -> Any:
         def answer(download: bytes) -> bytes:
             agreed = _agreed(contract, context)
-            id = _own_id(context, agreed.n)
+            id = _client_id(context, agreed.n)
             known = _RECORD in context.state
             memory = Memory(**context.state[_RECORD]) if known else exchange.first_memory(agreed, id)
-            own = jax.tree.map(jnp.asarray, data(context.run_config, id))
-            memory, sealed = exchange.answer(agreed, id, own, memory, download)
+            rows = jax.tree.map(jnp.asarray, data(context.run_config, id))
+            memory, sealed = exchange.answer(agreed, id, rows, memory, download)
             context.state[_RECORD] = flwr.ConfigRecord(memory._asdict())
             return sealed
 
@@ -126,10 +125,10 @@ def server_app(
     app = flwr.ServerApp()
 
     @app.main()
-    def main(grid, context):
+    def main(grid: Any, context: Any) -> None:
         config = context.run_config
 
-        def seen(server, report):
+        def seen(server: Any, report: Report) -> None:
             print(f"round {int(server.round)}: {report}", flush=True)
             on_round(config, server, report)
 
@@ -172,7 +171,7 @@ def drive(
     return server
 
 
-def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]:
+def _roll_call(flwr: Any, grid: Any, contract: Contract, timeout: float) -> dict[int, int]:
     """Wait for all n clients; the node id of each client id."""
     n, run = contract.n, exchange.fingerprint(contract)
     until = time.monotonic() + timeout
@@ -189,7 +188,7 @@ def _roll_call(flwr, grid, contract: Contract, timeout: float) -> dict[int, int]
             id = unseal(upload, kind="hello", run=run, limit=0)[0].client
         except RefusedError as error:
             return str(error)
-        return id if id < n else f"foreign: {ID} must be 0 to {n - 1}, got {id}"
+        return id if id < n else f"of no client: {ID} must be 0 to {n - 1}, got {id}"
 
     def complete(heard: set[int], uploads: dict[int, bytes]) -> bool:
         return heard == set(asked) or len({id for id in map(opened, uploads.values()) if isinstance(id, int)}) >= n
@@ -222,7 +221,7 @@ def _ask(
     `downloads` is name -> (node, bytes).  Returns the answers by name, and the reasons for missing ones by name.
     """
 
-    def message(node: int, download: bytes):
+    def message(node: int, download: bytes) -> Any:
         content = flwr.RecordDict({_RECORD: flwr.ConfigRecord({"message": download})})
         return flwr.Message(content, node, kind, ttl=2 * timeout)  # longer than the timeout of this function
 
@@ -235,11 +234,11 @@ def _ask(
     until = time.monotonic() + timeout
     while not enough(heard, uploads) and time.monotonic() < until:
         time.sleep(_PAUSE)
-        for found in grid.pull_messages(list(names)):
-            name = names.pop(found.metadata.reply_to_message_id)
+        for answer in grid.pull_messages(list(names)):
+            name = names.pop(answer.metadata.reply_to_message_id)
             heard.add(name)
-            if found.has_error():
-                reasons[name] = str(found.error.reason)
+            if answer.has_error():
+                reasons[name] = str(answer.error.reason)
             else:
-                uploads[name] = _sealed(found)
+                uploads[name] = _sealed(answer)
     return uploads, {name: why for name, why in reasons.items() if name not in uploads}

@@ -23,7 +23,7 @@ def clients(data: Any, rows: int | None = None) -> Feed:
     sizes = dict(data.client_sizes())
     ids = list(sizes)
 
-    def read(number, most):
+    def read(number: int, most: int) -> dict[str, Any]:
         return data.get_client(ids[number])[:most].all_examples()
 
     return feed.make(ids, list(sizes.values()), read, rows)

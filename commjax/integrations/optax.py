@@ -12,6 +12,7 @@ holds no key: a run resumes from the state alone.  The collective communicates d
 counts the bits of the encoded messages.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree, Shaped
 from optax.experimental import aggregating
 
-from commjax.algorithms.ef_bv import Client
+from commjax.algorithms.ef_bv import Client, client_update, estimate
 from commjax.compressors.sparse import top_k
 from commjax.compressors.vectors import check_count, leafwise
 from commjax.core import rounds, tree
-from commjax.core.base import Compressor, Key, Params, State
+from commjax.core.base import Compressor, Key, Message, Params, Round, State
 
 AXIS = "clients"
 # An `optax.GradientTransformationExtraArgs`, whose declared types are narrower than what Optax accepts.
@@ -116,19 +117,21 @@ def ef_bv(
         server = Server(jnp.zeros((), jnp.int32), zeros, jnp.zeros(()))
         return State(server, Client(jnp.arange(n, dtype=jnp.int32), tree.repeat(zeros, n)))
 
-    def update(grads, state, params=None, **extra):
+    def update(grads: PyTree, state: State, params: Params | None = None, **extra: Any) -> tuple[PyTree, State]:
         server, rows = state
         _check(grads, n, axis_name, like=rows.shift)
-        key_round = jax.random.fold_in(key, server.round)
+        shared = rounds.keys(key, server.round, n).shared
 
-        def one(client, grad):
-            d = compressor.compress(key_round, tree.sub(grad, client.shift), client.id, n)
-            return Client(client.id, tree.add_scaled(client.shift, lam, d.value)), d
+        def client_round(client: Client, grad: PyTree) -> tuple[Client, Message]:
+            def send(x: PyTree) -> Message:
+                return compressor.compress(shared, x, client.id, n)
 
-        rows, messages = _over(one, len(rows.id))(rows, grads)
+            return client_update(Round(shared, client.id, n, send, run=key), lam, client, grad)
+
+        rows, messages = _over(client_round, len(rows.id))(rows, grads)
         d, bits = rounds.mean(messages, axis_name)
-        g = tree.add_scaled(server.shift, nu, d)
-        return g, State(Server(server.round + 1, tree.add_scaled(server.shift, lam, d), bits), rows)
+        g, shift = estimate(lam, nu, server.shift, d)
+        return g, State(Server(server.round + 1, shift, bits), rows)
 
     return aggregating.Aggregator(init, cast(Any, update))
 
@@ -159,14 +162,14 @@ def compressed_mean(compressor: Compressor, n: int, key: Key, axis_name: str | N
     def init(params: Params) -> Sent:
         return Sent(jnp.zeros((), jnp.int32), jnp.zeros(()))
 
-    def update(grads, state, params=None, **extra):
+    def update(grads: PyTree, state: Sent, params: Params | None = None, **extra: Any) -> tuple[PyTree, Sent]:
         _check(grads, n, axis_name, params=params)
         local = len(jax.tree.leaves(grads)[0])
         ids = jnp.arange(local, dtype=jnp.int32)
         if axis_name is not None:
             ids = ids + jax.lax.axis_index(axis_name) * local
-        key_round = jax.random.fold_in(key, state.round)
-        messages = _over(lambda id, grad: compressor.compress(key_round, grad, id, n), local)(ids, grads)
+        shared = rounds.keys(key, state.round, n).shared
+        messages = _over(lambda id, grad: compressor.compress(shared, grad, id, n), local)(ids, grads)
         g, bits = rounds.mean(messages, axis_name)
         return g, Sent(state.round + 1, bits)
 
@@ -195,7 +198,7 @@ def per_client(transformation: optax.GradientTransformation, n: int) -> Transfor
     def init(params: Params) -> State:
         return State((), jax.vmap(transformation.init)(tree.repeat(params, n)))
 
-    def update(grads, state, params=None, **extra):
+    def update(grads: PyTree, state: State, params: Params | None = None, **extra: Any) -> tuple[PyTree, State]:
         _check(grads, n, None, params=params)
         grads, rows = jax.vmap(lambda grad, row: transformation.update(grad, row, params))(grads, state.clients)
         return grads, State((), rows)
@@ -223,7 +226,7 @@ def ef_bv_mean(compressor: Compressor, n: int, key: Key, *, lam: Any, nu: Any, a
     """
     mean = ef_bv(compressor, n, key, lam=lam, nu=nu, axis_name=axis_name)
 
-    def update(grad, state, params=None, **extra):
+    def update(grad: PyTree, state: State, params: Params | None = None, **extra: Any) -> tuple[PyTree, State]:
         server, row = state
         bare = row.id.ndim == 0  # pmap removes the client axis, shard_map keeps it with length 1
         g, (server, rows) = mean.update(_rows(grad), State(server, _rows(row) if bare else row))
@@ -236,11 +239,11 @@ def _rows(row: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[None], row)
 
 
-def _over(one, local: int):
+def _over(function: Callable[..., Any], local: int) -> Callable[..., Any]:
     """`vmap`, or for one client the function itself: a selection then runs on leaves without a client axis."""
     if local > 1:
-        return jax.vmap(one)
-    return lambda *rows: _rows(one(*jax.tree.map(lambda leaf: leaf[0], rows)))
+        return jax.vmap(function)
+    return lambda *rows: _rows(function(*jax.tree.map(lambda leaf: leaf[0], rows)))
 
 
 def _check(
@@ -324,7 +327,7 @@ def bits(state: PyTree) -> Array:
     Returns:
         The sum of their `bits`.  ValueError if there are none.
     """
-    found = optax.tree.get_all_with_path(state, "bits")
-    if not found:
+    pairs = optax.tree.get_all_with_path(state, "bits")
+    if not pairs:
         raise ValueError("the Optax state holds no compressed mean: no `bits` in it")
-    return jnp.stack([jnp.asarray(value) for _, value in found]).sum(axis=0)
+    return jnp.stack([jnp.asarray(value) for _, value in pairs]).sum(axis=0)

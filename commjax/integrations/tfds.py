@@ -1,7 +1,7 @@
 """Data sets of TensorFlow Datasets as clients, without TensorFlow.  Needs `commjax[data]`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -59,21 +59,21 @@ def clients(records: Sequence[dict[str, Any]], of: str | Rows, rows: int | None 
         ids = names.tolist()
     else:
         parts, ids = list(of), list(range(len(of)))
-        for one in (int(one) for part in parts for one in part):
-            if not 0 <= one < len(records):
-                raise ValueError(f"of: record {one} is not one of the {len(records)} of the source")
+        for number in (int(i) for part in parts for i in part):
+            if not 0 <= number < len(records):
+                raise ValueError(f"of: record {number} is not one of the {len(records)} of the source")
     kept = [name for name in first if name != of and _numeric(first[name])]
     if not kept:
         raise ValueError(f"records: no feature of {sorted(first)} besides {of!r} has numbers; allowed: at least one")
 
-    def read(number, most):
-        found = [records[int(i)] for i in parts[number][:most]]
-        return {name: np.stack([np.asarray(one[name]) for one in found]) for name in kept}
+    def read(number: int, most: int) -> dict[str, np.ndarray]:
+        selected = [records[int(i)] for i in parts[number][:most]]
+        return {name: np.stack([np.asarray(record[name]) for record in selected]) for name in kept}
 
     return feed.make(ids, [len(part) for part in parts], read, rows)
 
 
-def _all(records: Sequence[dict[str, Any]]):
+def _all(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (records[i] for i in range(len(records)))
 
 

@@ -127,7 +127,7 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
     def leaf_sum(leaf: Array) -> Array:
         weighted = leaf * weights.reshape(-1, *(1,) * (leaf.ndim - 1))
         at_hubs = jax.ops.segment_sum(weighted, hub, hubs)
-        return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, axis_name), axis=0)
+        return jnp.sum(at_hubs if axis_name is None else jax.lax.psum(at_hubs, rounds.plain_name(axis_name)), axis=0)
 
     return jax.tree.map(leaf_sum, rows)
 
@@ -144,7 +144,7 @@ def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
         One number.
     """
     local = jnp.max(jnp.where(cohort.weights > 0, rows, jnp.zeros_like(rows)))
-    return local if axis_name is None else jax.lax.pmax(local, axis_name)
+    return local if axis_name is None else jax.lax.pmax(local, rounds.plain_name(axis_name))
 
 
 def prox_oracle(
@@ -200,7 +200,7 @@ def prox_oracle(
             return summed(jax.value_and_grad(client_loss), x)
         # Differentiate the sum instead of each client's part: this is one matrix product.
         local = jax.value_and_grad(together)(rounds.broadcast(x, axis_name))
-        return local if axis_name is None else jax.lax.psum(local, axis_name)
+        return local if axis_name is None else jax.lax.psum(local, rounds.plain_name(axis_name))
 
     def value_and_grad(x: Vector) -> tuple[Array, Vector]:
         value, grad = fit(x)

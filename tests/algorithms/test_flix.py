@@ -159,7 +159,7 @@ def test_a_tolerance_or_a_number_of_iterations_that_cannot_be_is_refused(bad):
         flix.local_optima(value_and_grad, START, DATA, L, **bad)
 
 
-def test_local_sgd_is_the_same_in_parallel_and_one_by_one_and_each_client_has_its_own_key():
+def test_local_sgd_is_the_same_in_parallel_and_one_by_one_and_each_client_has_its_client_key():
     rows = jnp.asarray(np.random.default_rng(5).standard_normal((N, 6, D)))
 
     def loss(x, batch):

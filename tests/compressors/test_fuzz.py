@@ -219,15 +219,15 @@ SEALED = seal(HEADER, b"payload!")
         (SEALED[:-1], "malformed: the header says 8 bytes, 7 have arrived"),
         (SEALED[:-1] + b"?", "malformed: the checksum is wrong"),
         (SEALED[:40] + b"\0\0\0\0" + SEALED[44:], "malformed: the checksum is wrong"),
-        (resealed(SEALED, magic=b"\x89PNG"), "foreign: begins with"),
-        (resealed(SEALED, version=2), "foreign: version 2, this side speaks version 1"),
-        (resealed(SEALED, kind=1), "foreign: a message of kind 1, 'up' was expected"),
-        (resealed(SEALED, kind=9), "foreign: a message of kind 9"),
-        (resealed(SEALED, run=1), "foreign: a message of run 0000000000000001, not of 000000000000feed"),
+        (resealed(SEALED, magic=b"\x89PNG"), "not of commjax: begins with"),
+        (resealed(SEALED, version=2), "of another version: 2, this side speaks version 1"),
+        (resealed(SEALED, kind=1), "of another kind: 1, 'up' was expected"),
+        (resealed(SEALED, kind=9), "of another kind: 9"),
+        (resealed(SEALED, run=1), "of another run: 0000000000000001, not 000000000000feed"),
         (resealed(SEALED, length=2**32 - 1), "malformed: the header says 4294967295 bytes, 8 have arrived"),
     ],
 )
-def test_a_malformed_oversized_or_foreign_message_is_refused_with_the_reason(data, reason):
+def test_a_malformed_or_oversized_message_or_one_of_another_run_is_refused_with_the_reason(data, reason):
     with pytest.raises(RefusedError, match=reason):
         unseal(data, kind="up", run=0xFEED, limit=16)
 

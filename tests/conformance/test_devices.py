@@ -1,4 +1,4 @@
-"""Any number of devices, also one that does not divide the clients, gives every algorithm's trajectory; what travels is as computed."""
+"""Any number of devices, also one that does not divide the clients, gives every algorithm's trajectory and bytes."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""What a run refuses before it begins, over `tests/registry.py`; and that the registry has every method.  Nothing is compiled."""
+"""What a run refuses before it begins, over `tests/registry.py`, which has every method.  Nothing is compiled."""
 
 import ast
 import importlib

@@ -1,7 +1,7 @@
 """What a jitted round sends is what `compress` gives for the vector that was handed to it, bit for bit.
 
-Default compiler, float32 and float64, sizes at which XLA fuses loops.  The compressor reports from inside the compiled step what it
-was handed and what it made of it; another program then compresses the reported vectors.
+Default compiler, float32 and float64, sizes at which XLA fuses loops.  The compressor reports from inside the compiled
+step what it was handed and what it made of it; another program then compresses the reported vectors.
 """
 
 from functools import cache, partial
@@ -151,7 +151,7 @@ def test_a_sketched_round_and_an_optax_step_send_likewise(dtype):
 
 
 def test_two_devices_follow_one_for_hundreds_of_rounds():
-    """A selection that depends on the program flips a coordinate sooner or later, and the runs part (here in round 123)."""
+    """A selection that depends on the program flips a coordinate sooner or later, and the runs part (in round 123)."""
     dataset = embedded.breast_cancer()
     rows, d, n = partition.blocks(len(dataset.labels), 100, seed=0), dataset.features.shape[1], 100
     compressor, data = compressors.comp(1, d // 2), stacked.stack(dataset, rows)

@@ -70,7 +70,9 @@ def test_messages_that_are_not_finite_or_absurd_are_left_out_with_their_losses()
     assert loss == pytest.approx(7 / 6)
 
 
-@pytest.mark.parametrize("dtype, most", [("float32", 1.844e19), ("bfloat16", 1.844e19), ("float64", 1.340e154), ("float16", 65504)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, most", [("float32", 1.844e19), ("bfloat16", 1.844e19), ("float64", 1.340e154), ("float16", 65504)]
+)
 def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype(dtype, most):
     assert rounds.largest(jnp.dtype(dtype)) == pytest.approx(most, rel=1e-3)
     fine = jnp.asarray([0.99 * rounds.largest(jnp.dtype(dtype)), -1.0], dtype)
@@ -85,17 +87,16 @@ def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype
 def test_rows_of_all_devices_are_reduced_and_rows_that_fill_up_do_not_count(n, devices):
     rows = np.concatenate([ROWS["w"][:n], np.full((8 - n, 4, 2), 77.0)])
     rows[1] = np.nan
-    axis = parallel.AXIS if n == 8 else parallel.padded_axis(n)
-    mesh = jax.make_mesh((devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    axis = parallel.AXIS if n == 8 else rounds.Axis(parallel.AXIS, n)
+    mesh, rows_of_device = parallel.client_mesh(devices), P(parallel.AXIS)
 
     def reduced(rows, losses):
         return rounds.reduced(robust.trimmed_mean(0.2), rows, losses, axis)
 
-    found, loss = jax.shard_map(reduced, mesh=mesh, in_specs=(P(axis), P(axis)), out_specs=P())(
-        jnp.asarray(rows), jnp.arange(8.0)
-    )
+    mapped = jax.shard_map(reduced, mesh=mesh, in_specs=(rows_of_device, rows_of_device), out_specs=P())
+    result, loss = mapped(jnp.asarray(rows), jnp.arange(8.0))
     left = np.delete(rows[:n], 1, axis=0)
-    np.testing.assert_allclose(found, stats.trim_mean(left, 0.2, axis=0), rtol=1e-13)
+    np.testing.assert_allclose(result, stats.trim_mean(left, 0.2, axis=0), rtol=1e-13)
     assert loss == pytest.approx(np.delete(np.arange(float(n)), 1).mean())
 
 

@@ -122,7 +122,7 @@ def toy():
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids, jnp.zeros(len(ids))))
 
     def client_step(round: Round, hparams, server, client, data):
-        draw = jax.random.uniform(round.own_key, ())
+        draw = jax.random.uniform(round.client_key, ())
         value = client.id.astype(jnp.float64) + draw + round.n
         return (
             Client(client.id, draw),

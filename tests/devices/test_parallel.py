@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commjax.core import runner
-from commjax.core.base import State
+from commjax.core.base import Axis, State
 from commjax.devices import parallel
 from tests.registry import build
 
@@ -109,8 +109,8 @@ def test_a_mesh_with_other_axes_is_refused():
 
 
 def test_the_names_of_padded_axes_differ_with_the_number_of_clients():
-    six, seven = parallel.padded_axis(6), parallel.padded_axis(7)
-    assert six != seven and (six.n, seven.n) == (6, 7) and six == parallel.padded_axis(6)
+    six, seven = Axis(parallel.AXIS, 6), Axis(parallel.AXIS, 7)
+    assert six != seven and hash(six) == hash(Axis(parallel.AXIS, 6)) and six == Axis(parallel.AXIS, 6)
 
 
 HLO = """

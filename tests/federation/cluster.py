@@ -138,7 +138,10 @@ class Cluster:
             time.sleep(0.1)
 
     def run(self, name: str, killed: int | None = None, **config) -> tuple[dict, str, list]:
-        """`flwr run`; `killed`: the SuperNode that dies once round 1 is over.  The configuration, the log and the rounds."""
+        """`flwr run`.  The SuperNode `killed` dies once round 1 is over.
+
+        Returns the configuration, the log and the rounds.
+        """
         self.up()
         out = self.folder / name
         out.mkdir()

@@ -1,4 +1,4 @@
-"""A federation in one process, contracts of every registered method and of quadratics: what the tests of the exchange share."""
+"""What the tests of the exchange share: a federation in one process, contracts of all methods and of quadratics."""
 
 from functools import cache
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from commjax.algorithms import ef_bv
-from commjax.compressors import identity, m_nice, top_k
+from commjax.compressors import identity, m_nice, top_k, wire
 from commjax.core import runner
 from commjax.core.base import State
 from commjax.core.rounds import federated
@@ -35,9 +35,9 @@ def contract_of(name):
 
 # No exchange of one download and one upload a round, and why:
 REFUSED = {
-    # Its rounds that communicate are those of "scafflix", which has an exchange; here a step is one iteration, and most send nothing.
+    # A step is one iteration, and most iterations send nothing.  The rounds that do are those of "scafflix".
     "scafflix iterations",
-    # A newcomer needs xbar before it starts, and every member the move after it has sent (it closes h_i): two letters in a round.
+    # Two downloads in a round: a newcomer needs xbar before it starts, and every member the move after it has sent.
     "scafflix cohort",
     # The cohort's solver asks for gradients and trial values several times a round, and a hub is a third party.
     "sppm-as",
@@ -66,8 +66,8 @@ class Federation:
         uploads = {}
         for i, download in downloads.items():
             if i not in silent:
-                own = rows(self.data, i)
-                found = exchange.answer(self.contract, i, own, self.memory[i], download, self.secret())
+                data = rows(self.data, i)
+                found = exchange.answer(self.contract, i, data, self.memory[i], download, self.secret())
                 self.memory[i], uploads[i] = found
         return uploads
 
@@ -84,8 +84,8 @@ class Federation:
         like = rows(exchange.start(self.contract, jnp.arange(self.contract.n)).clients, i)
         memory, commit = self.memory[i], self.contract.algorithm.exchange.commit
         if not memory.pending or self.counted.get(i, -1) != memory.pending_round:
-            return exchange.wire.decode_tree(memory.row, like)
-        row = jax.tree.map(jnp.asarray, exchange.wire.decode_tree(memory.pending, like))
+            return wire.decode_tree(memory.row, like)
+        row = jax.tree.map(jnp.asarray, wire.decode_tree(memory.pending, like))
         return row if commit is None else commit(self.contract.hparams, self.server, row)
 
 

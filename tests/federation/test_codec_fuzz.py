@@ -9,7 +9,7 @@ import jax
 import jaxtyping
 import pytest
 
-from commjax.federation import exchange
+from commjax.federation.contract import key_round
 from commjax.federation.envelope import HEADER_BYTES
 from tests import registry
 from tests.compressors.test_fuzz import mutations
@@ -19,8 +19,8 @@ TRIALS = int(os.environ.get("COMMJAX_FUZZ", "1000"))
 
 
 def codecs(name):
-    found = registry.build(name).algorithm.exchange
-    return [way for way in ("download", "upload") if getattr(found, way) is not None]
+    exchange = registry.build(name).algorithm.exchange
+    return [way for way in ("download", "upload") if getattr(exchange, way) is not None]
 
 
 @pytest.mark.parametrize("name, way", [(name, way) for name in ONCE for way in codecs(name)])
@@ -30,7 +30,7 @@ def test_a_damaged_payload_is_refused_or_has_the_right_shapes(name, way):
     server = federation.server
     downloads, uploads, _ = federation.round()
     payload = {"download": downloads, "upload": uploads}[way][1][HEADER_BYTES:]
-    key = exchange.key_round(contract, 0)
+    key = key_round(contract, 0)
     read = getattr(contract.algorithm.exchange, way).read
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(read(key, payload, server, 1, contract.n))]
     refused = 0
@@ -38,13 +38,13 @@ def test_a_damaged_payload_is_refused_or_has_the_right_shapes(name, way):
     try:
         for damaged in mutations(payload, 3, TRIALS):
             try:
-                found = read(key, damaged, server, 1, contract.n)
+                value = read(key, damaged, server, 1, contract.n)
             except ValueError as error:
                 assert str(error)
                 refused += 1
             else:
                 assert len(damaged) == len(payload)
-                assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found)] == shapes
+                assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)] == shapes
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
     assert TRIALS // 2 - 1 <= refused < TRIALS

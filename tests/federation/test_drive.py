@@ -67,7 +67,7 @@ FLWR = SimpleNamespace(
 
 
 class Grid:
-    """`ids`: node -> the client it says it is; `dead`: nodes that are silent; `change`: what happens to a reply on its way."""
+    """`ids`: node -> the client it says it is; `dead`: nodes that are silent; `change`: what happens to an upload."""
 
     def __init__(self, contract, ids, dead=(), change=lambda node, upload: upload):
         self.client = flower.client_app(contract, lambda config, id: jax.tree.map(lambda leaf: leaf[id], DATA))
@@ -195,8 +195,9 @@ def test_a_client_refuses_with_a_reason_that_the_server_sees(monkeypatch):
     def other_header(header, payload):
         return seal(header._replace(client=header.client + 1) if header.kind == "down" else header, payload)
 
-    monkeypatch.setattr("commjax.federation.exchange.seal", other_header)
-    with pytest.raises(AbsentError, match="client 0: refused: foreign: a download to client 1, this is client 0"):
+    monkeypatch.setattr("commjax.federation.server.seal", other_header)
+    reason = "client 0: refused: of another client: a download to client 1, this is client 0"
+    with pytest.raises(AbsentError, match=reason):
         run(top_k(3))
 
 

@@ -26,8 +26,8 @@ from tests.federation.exchange_cases import (
     shared,
 )
 
-# Two programs for one formula: XLA adds up a product of all clients' rows in another order than one client's, and fuses a product and a
-# sum in one of them only.
+# Two programs for one formula: XLA adds up a product of all clients' rows in another order than one client's, and
+# fuses a product and a sum in one of them only.
 ROUNDED = (
     "ef-bv network",
     "ldp-fedp3 sent",
@@ -162,8 +162,8 @@ def test_a_private_client_answers_every_round_once_and_no_more_than_the_accounta
     with pytest.raises(RefusedError, match="not 3 after 2"):
         federation.round()
     with pytest.raises(ValueError, match="rounds must be given with a private method"):
-        exchange.halves(contract._replace(rounds=None))
+        exchange.exchange_of(contract._replace(rounds=None))
     with pytest.raises(ValueError, match="batch_fn must be full_batch with a private method"):
-        exchange.halves(contract._replace(batch_fn=runner.minibatches(2)))
+        exchange.exchange_of(contract._replace(batch_fn=runner.minibatches(2)))
     with pytest.raises(ValueError, match="secret: this method is not private"):
         Federation(quadratics(TOP), DATA, lambda: KEY).round()

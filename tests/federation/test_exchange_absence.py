@@ -1,4 +1,4 @@
-"""Clients that do not answer, or answer with numbers that are not finite: absent where that has a law, an error where not."""
+"""Clients that do not answer or send numbers that are not finite: absent where that has a law, else an error."""
 
 import re
 

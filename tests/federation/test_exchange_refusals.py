@@ -1,4 +1,4 @@
-"""What an exchange refuses: downloads of others, bad downloads, methods and contracts that do not keep to one letter a round."""
+"""What an exchange refuses: downloads of others, bad downloads, methods that do not send once a round."""
 
 from functools import partial
 
@@ -19,15 +19,18 @@ from commjax.problems import quadratic
 from tests.federation.exchange_cases import BAD, DATA, DENSE, KEY, TOP, Federation, contract_of, odd, quadratics, rows
 
 
-def test_letters_and_replies_of_others_are_refused():
+def test_downloads_and_uploads_of_others_are_refused():
     contract = quadratics(TOP)
     federation = Federation(contract, DATA)
     downloads = exchange.downloads(contract, federation.server, {})
-    answer = lambda download, by=contract: exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], download)  # noqa: E731
-    with pytest.raises(RefusedError, match="foreign: a download to client 1, this is client 0"):
+
+    def answer(download, by=contract):
+        return exchange.answer(by, 0, rows(DATA, 0), federation.memory[0], download)
+
+    with pytest.raises(RefusedError, match="of another client: a download to client 1, this is client 0"):
         answer(downloads[1])
     for other in (contract._replace(run=1), contract._replace(key=jax.random.key(8)), quadratics(top_k(2))):
-        with pytest.raises(RefusedError, match="foreign: a message of run"):
+        with pytest.raises(RefusedError, match="of another run: "):
             answer(downloads[0], other)
     with pytest.raises(RefusedError, match="oversized"):
         answer(downloads[0] + b"\0")
@@ -38,8 +41,8 @@ def test_letters_and_replies_of_others_are_refused():
     uploads = federation.answers(downloads)
     payload = uploads[0][HEADER_BYTES:]
     for wrong, reason in [
-        (uploads[1], "client 0: foreign: from client 1 in round 0, not 0 in 0"),
-        (seal(Header("up", run, 4, 0), payload), "foreign: from client 0 in round 4, not 0 in 0"),
+        (uploads[1], "client 0: of another client or round: from client 1 in round 0, not 0 in 0"),
+        (seal(Header("up", run, 4, 0), payload), "of another client or round: from client 0 in round 4, not 0 in 0"),
         (seal(Header("up", run, 0, 0), payload + b"\0"), "client 0: oversized"),
         (seal(Header("up", run, 0, 0), payload[:-1]), "client 0: a field of 12 bits has 2 bytes, got 1"),
         (uploads[0][:-1] + b"\xff", "client 0: malformed: the checksum is wrong"),
@@ -87,20 +90,20 @@ def test_a_method_that_does_not_keep_to_the_one_way_up_is_refused():
 def test_a_contract_with_hparams_or_a_key_that_the_method_does_not_take_is_refused():
     contract = quadratics(TOP)
     with pytest.raises(TypeError, match=r"hparams must be ef_bv.HParams\(gamma, lam, nu\), got fedavg.HParams"):
-        exchange.halves(contract._replace(hparams=fedavg.HParams(0.1)))
+        exchange.exchange_of(contract._replace(hparams=fedavg.HParams(0.1)))
     with pytest.raises(ValueError, match=r"lam=-0.4; allowed: at least 0"):
         exchange.fingerprint(contract._replace(hparams=contract.hparams._replace(lam=-0.4)))
     with pytest.raises(TypeError, match=r"key must be one key, jax.random.key\(seed\), got int 3"):
-        exchange.halves(contract._replace(key=3))
+        exchange.exchange_of(contract._replace(key=3))
 
 
-def test_a_method_whose_letters_have_another_price_than_its_ledger_says_is_refused():
+def test_a_method_whose_downloads_have_other_bits_than_its_ledger_says_is_refused():
     with pytest.raises(ValueError, match=r"down=\('params',\) has 64 bits, but the algorithm's ledger says 12"):
-        exchange.halves(odd(lambda *_: None, 12.0))
+        exchange.exchange_of(odd(lambda *_: None, 12.0))
     contract, _ = contract_of("sketched pruned")
-    halves = contract.algorithm.exchange
-    dear = halves._replace(download=halves.download._replace(bits=lambda server, id: 641.0))
-    contract = contract._replace(algorithm=contract.algorithm._replace(exchange=dear))
+    remote = contract.algorithm.exchange
+    other = remote._replace(download=remote.download._replace(bits=lambda server, id: 641.0))
+    contract = contract._replace(algorithm=contract.algorithm._replace(exchange=other))
     with pytest.raises(ValueError, match="the download to client 0 has 640 bits, but the ledger says 641"):
         exchange.downloads(contract, exchange.start(contract, jnp.arange(8)).server, {})
 
@@ -120,8 +123,8 @@ def test_a_client_cannot_read_what_was_not_sent_to_it():
         Federation(contract, jnp.ones((2, 2))).round()
 
 
-def test_contracts_whose_halves_or_batches_differ_are_foreign():
-    def made(steps, loss=quadratic.loss, batch_fn=runner.full_batch):
+def test_contracts_whose_steps_or_batches_differ_are_of_different_runs():
+    def identity_of(steps, loss=quadratic.loss, batch_fn=runner.full_batch):
         algorithm = fedavg.fedavg(jax.value_and_grad(loss), steps=steps)
         return exchange.fingerprint(
             Contract(algorithm, fedavg.HParams(0.1), lambda ids: algorithm.init(jnp.ones(2), ids), 2, KEY, batch_fn)
@@ -130,8 +133,15 @@ def test_contracts_whose_halves_or_batches_differ_are_foreign():
     def doubled(x, data):
         return 2 * quadratic.loss(x, data)
 
-    assert made(3) == made(3) and made(3, batch_fn=runner.minibatches(2)) == made(3, batch_fn=runner.minibatches(2))
-    different = [made(3), made(5), made(3, doubled), *(made(3, batch_fn=runner.minibatches(size)) for size in (2, 3))]
+    assert identity_of(3) == identity_of(3) and identity_of(3, batch_fn=runner.minibatches(2)) == identity_of(
+        3, batch_fn=runner.minibatches(2)
+    )
+    different = [
+        identity_of(3),
+        identity_of(5),
+        identity_of(3, doubled),
+        *(identity_of(3, batch_fn=runner.minibatches(size)) for size in (2, 3)),
+    ]
     assert len(set(different)) == 5
 
 
@@ -144,10 +154,10 @@ def test_a_digest_of_functions_sees_what_they_close_over():
 
     same = [of(2), of((1, {"b": 2, "a": np.ones(2)})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
     again = [of(2), of((1, {"a": np.ones(2), "b": 2})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
-    found = [fingerprint.digest(one) for one in same]
-    assert found == [fingerprint.digest(one) for one in again] and len(set(found)) == 6
+    digests = [fingerprint.digest(thing) for thing in same]
+    assert digests == [fingerprint.digest(thing) for thing in again] and len(set(digests)) == 6
     others = [of(3), of((1, {"b": 2, "a": np.zeros(2)})), of(2, 2), partial(of(2), y=4), of(top_k(3)), jax.jit(of(3))]
-    assert not set(found) & {fingerprint.digest(one) for one in others}
+    assert not set(digests) & {fingerprint.digest(thing) for thing in others}
     bare = eval("lambda x: x + 1", {})  # no source
     assert fingerprint.digest(bare) == fingerprint.digest(eval("lambda x: x + 1", {}))
     assert fingerprint.digest(bare) != fingerprint.digest(eval("lambda x: x * 2 + x", {}))

@@ -1,4 +1,4 @@
-"""EF-BV as an Optax transformation is EF-BV, on one device and on many; it composes, resumes and refuses what does not fit."""
+"""EF-BV as an Optax transformation is EF-BV, on one device and on many; it composes, resumes and refuses bad input."""
 
 from functools import cache, partial
 
@@ -42,7 +42,7 @@ def setting(method):
 
 @cache
 def wanted(method):
-    """The states and the bits of `algorithms.ef_bv`, operation by operation: a compiler may fuse a product and a sum."""
+    """The states and bits of `algorithms.ef_bv`, operation by operation: a compiler may fuse a product and a sum."""
     compressor, hparams = setting(method)
     algorithm = ef_bv.ef_bv(VALUE_AND_GRAD, compressor)
     state, seen = algorithm.init(start(jnp.float64), jnp.arange(N)), []

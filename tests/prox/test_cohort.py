@@ -68,14 +68,14 @@ def test_only_the_rows_of_the_members_are_taken_and_put_back():
     assert drawn_cohort.weights is None
     put = drawn_cohort.put(rows, jax.tree.map(lambda leaf: -leaf - 1, taken))
     np.testing.assert_array_equal(put["x"], np.where(member[:, None], -rows["x"] - 1, rows["x"]))
-    masked = rounds.Cohort(jnp.asarray(member), None, None).put(rows, jax.tree.map(lambda leaf: -leaf - 1, rows))
+    masked = rounds.Members(jnp.asarray(member), None, None).put(rows, jax.tree.map(lambda leaf: -leaf - 1, rows))
     chex.assert_trees_all_equal(masked, put)
 
 
 @pytest.mark.parametrize("size", [None, N])
 def test_a_cohort_of_all_is_no_cohort(size):
     drawn_cohort = rounds.cohort(KEY, IDS, size)
-    assert drawn_cohort == rounds.Cohort(None, None, None)
+    assert drawn_cohort == rounds.Members(None, None, None)
     rows, new = {"x": IDS}, {"x": -IDS}
     assert drawn_cohort.take(rows) is rows and drawn_cohort.put(rows, new) is new
 
@@ -109,7 +109,7 @@ def toy(size, over=jax.vmap):
 
     def client_step(round, hparams, server, client, data):
         number = client.id.astype(jnp.float64)
-        value = number + jax.random.uniform(round.own_key, ())
+        value = number + jax.random.uniform(round.client_key, ())
         return client._replace(visits=client.visits + 1), Message(value, 8 * (number + 1)), data * server.params
 
     def server_step(hparams, server, value):

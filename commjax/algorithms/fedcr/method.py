@@ -286,7 +286,7 @@ def fedcr(
 
     def client_step(round, hparams, server, client, data):
         start = {"body": server.params["body"], "head": client.head}
-        model, losses = train(network, sample, steps, round.own_key, hparams, server.classes, start, data)
+        model, losses = train(network, sample, steps, round.client_key, hparams, server.classes, start, data)
         experts = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
         # The server takes the mean of the messages; the factor turns the mean of the experts into their sum.

@@ -116,7 +116,7 @@ def ldp_fedp3(
 
     def client_step(round, hparams, server, client, data):
         present = mechanism.present(data)
-        came = mechanism.poisson(use_key(round.own_key, 2), hparams.rate, present)
+        came = mechanism.poisson(use_key(round.client_key, 2), hparams.rate, present)
         rows, here = jnp.arange(len(came)), came
         if capacity is not None and capacity < len(came):
             rows = jnp.nonzero(came, size=capacity, fill_value=0)[0]
@@ -128,7 +128,7 @@ def ldp_fedp3(
         total = mechanism.clipped_sum(grads, hparams.clip, here)[0]
         # Without noise (and privacy) C may be infinite, and 0 * infinity is not a number.
         deviation = jnp.where(hparams.noise > 0, hparams.noise * jnp.asarray(hparams.clip), 0.0)
-        total = tree.add_scaled(total, deviation, mechanism.gaussian_like(use_key(round.own_key, 3), total))
+        total = tree.add_scaled(total, deviation, mechanism.gaussian_like(use_key(round.client_key, 3), total))
         m = jnp.sum(present) if public is None else client_value(public, client.id)
         batch = hparams.rate * jnp.maximum(m, 1).astype(jnp.zeros(()).dtype)
         model = tree.add_scaled(server.params, -hparams.gamma, tree.scale(1 / batch, total))

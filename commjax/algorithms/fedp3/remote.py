@@ -119,7 +119,7 @@ def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | 
         params, made = server.params
         # The download has no head if the client keeps its own.
         params = params if client.head is None else layers.join(client.head, params)
-        model, loss = halves.train(round.own_key, hparams, params, made, client, data)
+        model, loss = halves.train(round.client_key, hparams, params, made, client, data)
         head = wire.head(plan, model) if local_head else None
         return client._replace(head=head), round.send(model), loss
 

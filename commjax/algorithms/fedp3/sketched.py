@@ -98,14 +98,14 @@ def uniform(keep: float) -> Pruning:
     return Pruning(lambda key, d: jax.random.permutation(key, d) < kept(d), kept)
 
 
-def use_key(own_key: Key, use: int) -> Key:
+def use_key(client_key: Key, use: int) -> Key:
     """A client's key for one use.
 
     Uses count from 2.  Since fold_in(key, i) = split(key)[i], the uses 0 and 1 could equal keys that perm-k and a
     permutation split off the same parents.  What is drawn here would then depend on which client owns which coordinate.
 
     Args:
-        own_key: the client's key of the round.
+        client_key: the client's key of the round.
         use: number of the use, at least 2.
 
     Returns:
@@ -113,7 +113,7 @@ def use_key(own_key: Key, use: int) -> Key:
     """
     if use < 2:
         raise ValueError(f"use={use}; allowed: at least 2")
-    return jax.random.fold_in(own_key, use)
+    return jax.random.fold_in(client_key, use)
 
 
 def check_dimension(sketch: Compressor, d: int, n: int) -> None:
@@ -164,7 +164,7 @@ def sketched(
 
     def client_step(round, hparams, server, client, data):
         flat, unravel = ravel_pytree(server.params)
-        mask = prune.mask(use_key(round.own_key, 2), flat.size)
+        mask = prune.mask(use_key(round.client_key, 2), flat.size)
 
         def pruned(params: Params) -> Params:
             return unravel(jnp.where(mask, ravel_pytree(params)[0], jnp.zeros((), flat.dtype)))
@@ -183,7 +183,7 @@ def sketched(
         return 8 * flat.dtype.itemsize * prune.kept(flat.size)
 
     def mask_of(key: Key, id: int, d: int) -> np.ndarray:
-        # The inner key is the client's `own_key`.
+        # The inner key is the client's `client_key`.
         return np.asarray(prune.mask(use_key(jax.random.fold_in(key, id), 2), d))
 
     def write(key: Key, server: Server, ids: list[int], n: int) -> list[bytes]:

@@ -195,7 +195,7 @@ def iterations(
         move = next_move(*rounds.mean((up, weight), axis_name, weights))
         closed = jax.vmap(partial(close, hparams, rounds.broadcast(move, axis_name)))(moved)
         rows = jax.tree.map(lambda a, b: jnp.where(heads, a, b), closed, moved)
-        clients = rounds.Cohort(member, None, weights).put(state.clients, rows)
+        clients = rounds.Members(member, None, weights).put(state.clients, rows)
         advanced = Server(
             round=server.round + 1,
             params=jax.tree.map(lambda x, step: jnp.where(heads, x + step, x), server.params, move),
