@@ -23,7 +23,7 @@ from scipy.optimize import minimize
 
 from commjax.algorithms import sppm_as
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, sweep
 from commjax.sampling import samplings
 from experiments.cohort_squeeze import grid as cohort_squeeze_grid
 
@@ -72,7 +72,7 @@ def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Calla
 
     def run() -> np.ndarray:
         if devices > 1:
-            states, _ = parallel.sweep(*inputs, parallel.client_mesh(devices), at_once=settings.at_once)
+            states, _ = sweep(*inputs, client_mesh(devices), at_once=settings.at_once)
         else:
             states, _ = runner.sweep(*inputs, at_once=settings.at_once_alone)
         return np.asarray(states.server.params, np.float64)

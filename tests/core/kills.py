@@ -22,7 +22,8 @@ import numpy as np
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import checkpoint, runner
-from commjax.devices import distributed, host_clients, parallel
+from commjax.devices import host_clients, hosts
+from commjax.devices.mesh import client_mesh
 from commjax.problems import quadratic
 
 D, N = 6, 4
@@ -63,11 +64,11 @@ def sweep(folder, rounds):
 
 def mesh(folder, rounds):
     algorithm, hparams, problem = method()
-    devices = parallel.client_mesh(2)
-    state = distributed.init(algorithm, np.ones(D), N, devices)
-    data = distributed.rows(problem, N, devices)
+    devices = client_mesh(2)
+    state = hosts.init(algorithm, np.ones(D), N, devices)
+    data = hosts.rows(problem, N, devices)
     key = jax.random.key(1)
-    state, record = distributed.loop(
+    state, record = hosts.loop(
         key,
         algorithm,
         hparams,
@@ -80,7 +81,7 @@ def mesh(folder, rounds):
         checkpoint=folder / "file",
         progress=False,
     )
-    return distributed.gathered(state, N), record.metrics
+    return hosts.gathered(state, N), record.metrics
 
 
 def on_host(folder, rounds):

@@ -9,7 +9,7 @@ from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import checkpoint as checkpoints
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, shard
 from tests import registry
 from tests.registry import build
 
@@ -175,7 +175,7 @@ def test_hyperparameters_of_equal_value_resume_whether_numbers_or_arrays(tmp_pat
 
 
 def test_a_run_on_several_devices_resumes_on_them(tmp_path):
-    start = parallel.shard(CASE.init(), parallel.client_mesh(4))
+    start = shard(CASE.init(), client_mesh(4))
     loop(2, state=start, checkpoint=tmp_path / "run")
     state, _ = loop(4, state=start, chunk=2, checkpoint=tmp_path / "run")
     assert len(state.clients.shift.devices()) == 4

@@ -10,7 +10,8 @@ from scipy import stats
 from commjax import compressors
 from commjax.algorithms import ef_bv, fedavg, scaffold
 from commjax.core import robust, rounds, runner
-from commjax.devices import host_clients, parallel
+from commjax.devices import host_clients
+from commjax.devices.mesh import AXIS, client_mesh, padded_axis, run
 from commjax.problems import quadratic
 from tests.registry import PROBLEM, VALUE_AND_GRAD, D, N, cast, start
 
@@ -85,7 +86,7 @@ def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype
 def test_rows_of_all_devices_are_reduced_and_rows_that_fill_up_do_not_count(n, devices):
     rows = np.concatenate([ROWS["w"][:n], np.full((8 - n, 4, 2), 77.0)])
     rows[1] = np.nan
-    axis = parallel.AXIS if n == 8 else parallel.padded_axis(n)
+    axis = AXIS if n == 8 else padded_axis(n)
     mesh = jax.make_mesh((devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
     def reduced(rows, losses):
@@ -122,7 +123,7 @@ def test_a_method_with_a_robust_reducer_stays_with_the_honest_clients_on_any_num
     state, metrics = runner.run(*inputs, 30)
     assert distance(state) < 20 and np.isfinite(state.server.params).all()
     assert kind == "far" or np.isfinite(metrics.loss).all()
-    found, _ = parallel.run(*inputs, 30, parallel.client_mesh(3))
+    found, _ = run(*inputs, 30, client_mesh(3))
     np.testing.assert_allclose(found.server.params, state.server.params, rtol=1e-10)
     plain = fedavg.fedavg(VALUE_AND_GRAD, steps=2, cohort=7)
     spoiled, _ = runner.run(KEY, plain, *inputs[2:], 30)

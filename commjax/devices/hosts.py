@@ -2,11 +2,11 @@
 
 JAX's runtime connects the processes (gloo on CPU, NCCL or ICI elsewhere).
 
-    distributed.start("10.0.0.1:1234", num_processes=2, process_id=0)       # no arguments under SLURM, GKE, TPU pods
-    mesh = parallel.client_mesh()                                           # all devices of all processes
-    data = distributed.rows(load(distributed.own_ids(n, mesh)), n, mesh)    # a process loads only its own clients
-    state = distributed.init(algorithm, params, n, mesh)
-    state, record = distributed.loop(key, algorithm, hparams, state, data, 1000, mesh, n, checkpoint="run.ckpt")
+    hosts.start("10.0.0.1:1234", num_processes=2, process_id=0)       # no arguments under SLURM, GKE, TPU pods
+    mesh = client_mesh()                                           # all devices of all processes
+    data = hosts.rows(load(hosts.local_ids(n, mesh)), n, mesh)    # a process loads only its own clients
+    state = hosts.init(algorithm, params, n, mesh)
+    state, record = hosts.loop(key, algorithm, hparams, state, data, 1000, mesh, n, checkpoint="run.ckpt")
 
 If a process dies, JAX stops the others after `heartbeat` seconds and names the dead one.  To resume the job, start it
 again with the same checkpoint.  The checkpoint does not depend on devices, so the number of processes and devices may
@@ -33,7 +33,7 @@ from commjax.core import checkpoint as checkpoints
 from commjax.core import checks, runner
 from commjax.core.base import Algorithm, Key, Params, State
 from commjax.core.records import Record, environment
-from commjax.devices import parallel
+from commjax.devices.mesh import AXIS, compiled_run, pad_rows
 
 
 def start(
@@ -120,7 +120,7 @@ def _padded(n: int, mesh: Mesh) -> int:
     return n + -n % mesh.size
 
 
-def own_ids(n: int, mesh: Mesh) -> Int[np.ndarray, "m"]:
+def local_ids(n: int, mesh: Mesh) -> Int[np.ndarray, "m"]:
     """The clients on the devices of this process.
 
     Args:
@@ -141,19 +141,19 @@ def rows(own: PyTree, n: int, mesh: Mesh) -> PyTree:
     """Make arrays over the mesh from the rows that each process has.
 
     Args:
-        own: pytree whose leaves have a leading axis, one row for each of `own_ids(n, mesh)`.
+        own: pytree whose leaves have a leading axis, one row for each of `local_ids(n, mesh)`.
         n: number of clients.
         mesh: mesh of `parallel.client_mesh`.
 
     Returns:
         The pytree with the rows of all processes.
     """
-    total, mine, where = _padded(n, mesh), len(own_ids(n, mesh)), NamedSharding(mesh, P(parallel.AXIS))
+    total, mine, where = _padded(n, mesh), len(local_ids(n, mesh)), NamedSharding(mesh, P(AXIS))
 
     def one(leaf):
         leaf = np.asarray(leaf)
         if len(leaf) != mine:
-            raise ValueError(f"rows: this process has {mine} of {n} clients (see own_ids), got {len(leaf)} rows")
+            raise ValueError(f"rows: this process has {mine} of {n} clients (see local_ids), got {len(leaf)} rows")
         return jax.make_array_from_process_local_data(where, leaf, (total, *leaf.shape[1:]))
 
     return jax.tree.map(one, own)
@@ -181,13 +181,13 @@ def init(algorithm: Algorithm, params: Params, n: int, mesh: Mesh, **per_client:
     Returns:
         The state: the server is replicated, and each process holds the rows of its own clients only.
     """
-    where = State(NamedSharding(mesh, P()), NamedSharding(mesh, P(parallel.AXIS)))
+    where = State(NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS)))
     _check_rows("per_client", per_client, n, mesh)
 
     def first(params, per_client):
         own = jax.tree.map(lambda leaf: leaf[:n], per_client)  # padding must not count in a mean
         server, clients = algorithm.init(params, jax.numpy.arange(n, dtype=np.int32), **own)
-        return State(server, parallel.pad_rows(clients, mesh.size))
+        return State(server, pad_rows(clients, mesh.size))
 
     return jax.jit(first, out_shardings=where)(jax.tree.map(np.asarray, params), per_client)
 
@@ -229,7 +229,7 @@ def scattered(state: State, n: int, mesh: Mesh) -> State:
     clients = jax.tree.map(
         lambda leaf: np.concatenate([leaf, np.repeat(leaf[-1:], _padded(n, mesh) - n, axis=0)]), state.clients
     )
-    placed = _place(clients, NamedSharding(mesh, P(parallel.AXIS)))
+    placed = _place(clients, NamedSharding(mesh, P(AXIS)))
     return State(_place(state.server, NamedSharding(mesh, P())), placed)
 
 
@@ -322,7 +322,7 @@ def loop(
     with checkpoints.writing(written, lock=first) as signals:
         while done < num_rounds:
             length = min(chunk, num_rounds - done)
-            state, metrics = parallel.compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
+            state, metrics = compiled_run(key, algorithm, hparams, state, data, length, mesh, batch_fn, n)
             signals.wait(metrics)
             found = {name: np.asarray(values, np.float64) for name, values in metrics._asdict().items()}
             bad = runner.first_bad_round(found, state, done)  # the same in all processes
