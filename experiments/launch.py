@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import runner
 from commjax.data import stacked
 from commjax.data.libsvm import Dataset
 from commjax.data.local_rows import local_rows
@@ -110,15 +111,15 @@ def main(settings: Settings) -> None:
     own = stacked.stack(dataset, mine, longest)
     data = hosts.rows(own, n, mesh)
     state = hosts.init(algorithm, np.zeros(d), n, mesh)
-    state, record = hosts.loop(
+    state, record = runner.loop(
         jax.random.key(settings.seed),
         algorithm,
         hparams,
         state,
         data,
         settings.rounds,
-        mesh,
-        n,
+        mesh=mesh,
+        n=n,
         chunk=settings.chunk,
         checkpoint=settings.checkpoint or None,
         progress=settings.progress,

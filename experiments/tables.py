@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 
 
 def first(values: np.ndarray, target: float) -> float:

@@ -4,7 +4,7 @@
 
 The algorithm is EF-BV as in experiments.bench.ef_bv (n = 1000, d = 112, comp-(1, 56), float32), with one round per
 call. The sides take turns, and the best time counts. On one device `shard_step` and `pmap_step` are `jit_step`.
-`parallel.run` uses shard_map on one device too; it is compared with `runner.run`.
+`runner.run` with a mesh uses shard_map on one device too; it is compared with `runner.run` without.
 
 Goals: a ratio of at most 1.05 on one device. The bytes of the compiled program's collectives are those of the formula.
 """
@@ -18,7 +18,7 @@ import tyro
 
 from commjax.core import runner
 from commjax.devices.collectives import bytes_up, collectives
-from commjax.devices.mesh import client_mesh, jit_step, pmap_step, run, shard, shard_rows, shard_step
+from commjax.devices.mesh import client_mesh, jit_step, pmap_step, shard, shard_rows, shard_step
 from experiments.bench import ef_bv as bench
 
 
@@ -54,7 +54,9 @@ def main(settings: Settings) -> dict[str, float]:
         "pmap_step (= jit_step)": block(pmap_step(algorithm, 1), state, data),
         "jit_step": block(jit_step(algorithm, mesh), placed, rows),
         "runner.run": whole(lambda: runner.run(key, algorithm, bench.HPARAMS, state, data, settings.rounds)),
-        "run (shard_map)": whole(lambda: run(key, algorithm, bench.HPARAMS, placed, rows, settings.rounds, mesh)),
+        "runner.run (shard_map)": whole(
+            lambda: runner.run(key, algorithm, bench.HPARAMS, placed, rows, settings.rounds, mesh=mesh)
+        ),
     }
     seconds = bench.best(sides, settings.repeats)
     print(f"{os.cpu_count()} cores, jax {jax.__version__}, one device")
@@ -64,7 +66,7 @@ def main(settings: Settings) -> dict[str, float]:
         ratios[name] = value / seconds[against]
         print(f"  {name:24} {value * 1e3:8.3f} ms a round, {ratios[name]:.3f} of {against}   goal: at most 1.05")
     formula = bytes_up(algorithm, bench.HPARAMS, state, data)
-    print(f"collectives of the compiled round; formula: one message, its price, one loss = {formula} bytes")
+    print(f"collectives of the compiled round; formula: one message, its bits, one loss = {formula} bytes")
     for devices in settings.devices:
         step = shard_step(algorithm, client_mesh(devices))
         found = collectives(step.lower(key, bench.HPARAMS, state, data).compile())

@@ -8,7 +8,7 @@ import pytest
 
 from commjax.core import runner
 from commjax.devices.collectives import bytes_up, collectives
-from commjax.devices.mesh import client_mesh, jit_step, pmap_step, run, shard_step
+from commjax.devices.mesh import client_mesh, jit_step, pmap_step, shard_step
 from tests import registry
 from tests.conformance.test_algorithms import KEY, close, trajectory
 from tests.registry import build
@@ -86,6 +86,6 @@ def test_the_bytes_of_a_round_are_those_of_the_vectors_that_go_up():
 def test_a_whole_run_on_a_mesh_is_the_run_on_one_device(devices):
     case = build("ef-bv comp")
     wanted = runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4)
-    found = run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4, mesh(devices))
+    found = runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4, mesh=mesh(devices))
     close(jax.device_get(found), jax.device_get(wanted))
     np.testing.assert_array_equal(found[0].clients.id, case.ids)

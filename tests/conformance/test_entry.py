@@ -65,7 +65,7 @@ def test_another_method_s_hparams_or_state_a_dict_and_an_int_are_refused_by_ever
     other = State(Other(), state.clients), State(state.server, Other())
     kind = spec.hparams.__module__.removesuffix(".method").rpartition(".")[2] + ".HParams"
     runs = [runner.run, lambda *inputs: runner.loop(*inputs, progress=False)]
-    runs += [lambda *inputs: run(*inputs, client_mesh(2))]
+    runs += [lambda *inputs: runner.run(*inputs, mesh=client_mesh(2))]
     for run in runs:
         for hparams, got in (
             (dict(case.hparams._asdict()), "dict"),

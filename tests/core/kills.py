@@ -68,15 +68,15 @@ def mesh(folder, rounds):
     state = hosts.init(algorithm, np.ones(D), N, devices)
     data = hosts.rows(problem, N, devices)
     key = jax.random.key(1)
-    state, record = hosts.loop(
+    state, record = runner.loop(
         key,
         algorithm,
         hparams,
         state,
         data,
         3 * rounds,
-        devices,
-        N,
+        mesh=devices,
+        n=N,
         chunk=3,
         checkpoint=folder / "file",
         progress=False,
@@ -92,7 +92,9 @@ def on_host(folder, rounds):
     use = host_clients.reopen if (folder / "rows" / "server.safetensors").exists() else host_clients.start
     many = use(gradient, jnp.ones(D), 50, folder / "rows")
     hparams = ef_bv.HParams(0.01, 0.1, 0.5)
-    many, _ = host_clients.run(jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), 20)
+    many, _ = host_clients.run(
+        jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), size=20
+    )
     return many.server, many.rows
 
 

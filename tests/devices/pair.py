@@ -30,7 +30,9 @@ def main(address: str, process: int, path: str) -> None:
         data, per_client = hosts.rows(rows, n, mesh)
         state = hosts.init(case.algorithm, case.params, n, mesh, **per_client)
         key = jax.random.key(SEED)
-        state, record = hosts.loop(key, case.algorithm, case.hparams, state, data, ROUNDS, mesh, n, progress=False)
+        state, record = runner.loop(
+            key, case.algorithm, case.hparams, state, data, ROUNDS, mesh=mesh, n=n, progress=False
+        )
         found |= {f"{name}/server/{i}": leaf for i, leaf in enumerate(jax.tree.leaves(state.server))}
         rows = [leaf.addressable_data(0) for leaf in jax.tree.leaves(state.clients)]
         found |= {f"{name}/clients/{i}": leaf for i, leaf in enumerate(rows)}

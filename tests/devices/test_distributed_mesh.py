@@ -16,14 +16,14 @@ CASE = build("ef-bv comp")
 N = len(CASE.ids)
 
 
-def on_mesh(devices, rounds, n=N, hparams=CASE.hparams, data=CASE.data, params=CASE.params, shift=None, **how):
+def on_mesh(devices, rounds, *, n=N, hparams=CASE.hparams, data=CASE.data, params=CASE.params, shift=None, **options):
     mesh = client_mesh(devices)
     ids = hosts.local_ids(n, mesh)
     own, more = jax.tree.map(lambda leaf: np.asarray(leaf)[ids], (data, {} if shift is None else {"shift": shift}))
     state = hosts.init(CASE.algorithm, params, n, mesh, **hosts.rows(more, n, mesh))
     rows = hosts.rows(own, n, mesh)
-    state, record = hosts.loop(
-        KEY, CASE.algorithm, hparams, state, rows, rounds, mesh, n, **{"chunk": 2, "progress": False, **how}
+    state, record = runner.loop(
+        KEY, CASE.algorithm, hparams, state, rows, rounds, mesh=mesh, n=n, **{"chunk": 2, "progress": False, **options}
     )
     return hosts.gathered(state, n), record
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_other_clients_data_or_numbers_is_refused(tmp_path):
         on_mesh(2, 4, hparams=CASE.hparams._replace(gamma=0.5), checkpoint=path)
     with pytest.raises(CheckpointError, match="start is"):
         on_mesh(2, 4, params=CASE.params + 1, checkpoint=path)
-    with pytest.raises(CheckpointError, match="data is"):  # a client that begins elsewhere
+    with pytest.raises(CheckpointError, match="clients is"):  # a client that begins elsewhere
         on_mesh(2, 4, shift=np.ones((N, len(CASE.params))), checkpoint=path)
     with pytest.raises(ValueError, match=r"num_rounds is 1, but .*run is in round 2 already"):
         on_mesh(2, 1, checkpoint=path)
@@ -97,13 +97,13 @@ def test_rows_and_states_that_do_not_fit_are_refused():
         hosts.local_ids(0, mesh)
     state = hosts.init(CASE.algorithm, CASE.params, 8, mesh)
     with pytest.raises(ValueError, match="state has 8 rows, 9 clients on 2 devices are 10"):
-        hosts.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 9)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh=mesh, n=9)
     with pytest.raises(ValueError, match="data has 7 rows, 8 clients on 2 devices are 8"):
-        hosts.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh, 8)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh=mesh, n=8)
     with pytest.raises(ValueError, match="per_client has 7 rows, 8 clients on 2 devices are 8"):
         hosts.init(CASE.algorithm, CASE.params, 8, mesh, shift=np.zeros((7, 11)))
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        hosts.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 8, chunk=0)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh=mesh, n=8, chunk=0)
 
 
 def test_a_run_that_diverges_says_so_and_is_not_saved(tmp_path):

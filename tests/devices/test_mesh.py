@@ -1,27 +1,25 @@
-"""Bad arguments of `commjax.devices.parallel`; that devices do not change a trajectory is in `tests/conformance`."""
+"""Bad arguments of `commjax.devices.mesh`; that devices do not change a trajectory is in `tests/conformance`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.core import runner
+from commjax.core import placement, runner
 from commjax.core.base import State
+from commjax.core.compiled import compiled_sweep
 from commjax.devices.collectives import collectives
 from commjax.devices.mesh import (
     AXIS,
     client_mesh,
-    compiled_sweep,
     jit_step,
     merge_rows,
     pad_rows,
     padded_axis,
     pmap_step,
-    run,
     shard,
     shard_step,
     split_rows,
-    sweep,
 )
 from tests.registry import build
 
@@ -66,7 +64,7 @@ def test_only_a_given_number_of_rows_are_clients():
     wanted, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, five, jax.tree.map(lambda leaf: leaf[:5], data), 3)
     for devices in (2, 3, 4):
         mesh = client_mesh(devices)
-        found, seen = run(KEY, CASE.algorithm, CASE.hparams, state, data, 3, mesh, n=5)
+        found, seen = runner.run(KEY, CASE.algorithm, CASE.hparams, state, data, 3, mesh=mesh, n=5)
         np.testing.assert_allclose(found.server.params, wanted.server.params, rtol=1e-12)
         np.testing.assert_allclose(seen.loss, metrics.loss, rtol=1e-12)
 
@@ -74,7 +72,7 @@ def test_only_a_given_number_of_rows_are_clients():
 @pytest.mark.parametrize("n", [-1, 0, 7, 100])
 def test_more_clients_than_rows_and_none_are_refused(n):
     with pytest.raises(ValueError, match=f"n must be between 1 and the 6 rows, got {n}"):
-        run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, client_mesh(2), n=n)
+        runner.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh=client_mesh(2), n=n)
 
 
 @pytest.mark.parametrize("name", ["gd", "sppm-as"])
@@ -83,29 +81,24 @@ def test_settings_that_are_dealt_out_to_devices_are_the_same_sweep(name, devices
     case = build(name)
     grid = runner.stack([case.hparams._replace(gamma=case.hparams.gamma * scale) for scale in (0.2, 0.4, 0.6, 0.8, 1)])
     inputs = (jax.random.split(KEY, 2), case.algorithm, grid, case.init(), case.data, 3)
-    states, metrics = sweep(*inputs, client_mesh(devices), at_once=at_once)
+    states, metrics = runner.sweep(*inputs, mesh=client_mesh(devices), at_once=at_once)
     assert len(metrics.loss.sharding.device_set) == devices and metrics.loss.shape == (5, 2, 3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), (states, metrics), runner.sweep(*inputs))
 
 
-def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_refuses():
+def test_of_a_sweep_on_devices_nothing_travels_and_it_refuses_what_a_sweep_refuses():
     grid, keys, mesh = runner.stack([CASE.hparams] * 4), jax.random.split(KEY, 2), client_mesh(2)
-    rest = CASE.init(), CASE.data, 2, mesh
-    compiled = compiled_sweep.lower(keys, CASE.algorithm, grid, *rest).compile()
-    moved, results = (
-        collectives(compiled),
-        jax.eval_shape(compiled_sweep, keys, CASE.algorithm, grid, *rest),
-    )
-    assert set(moved.counts) == {"all-gather"}
-    assert moved.bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
-    states, metrics = sweep(keys, CASE.algorithm, grid, *rest[:2], 0, mesh)  # no rounds, and nothing has happened
+    place, rest = placement.Settings(mesh, 4, 2), (CASE.init(), CASE.data, 2)
+    inputs = keys, CASE.algorithm, place.deal(grid), place.start(CASE.init()), place.data(CASE.data), 2
+    assert collectives(compiled_sweep.lower(*inputs, mesh=mesh).compile()).counts == {}
+    states, metrics = runner.sweep(keys, CASE.algorithm, grid, *rest[:2], 0, mesh=mesh)  # no rounds
     assert metrics.loss.shape == (4, 2, 0) and np.all(states.server.round == 0)
     with pytest.raises(ValueError, match="at_once=0; allowed: at least 1"):
-        sweep(keys, CASE.algorithm, grid, *rest, at_once=0)
+        runner.sweep(keys, CASE.algorithm, grid, *rest, at_once=0, mesh=mesh)
     with pytest.raises(ValueError, match="one leading axis for all"):
-        sweep(keys, CASE.algorithm, CASE.hparams, *rest)
+        runner.sweep(keys, CASE.algorithm, CASE.hparams, *rest, mesh=mesh)
     with pytest.raises(TypeError, match="a row of keys"):
-        sweep(KEY, CASE.algorithm, grid, *rest)
+        runner.sweep(KEY, CASE.algorithm, grid, *rest, mesh=mesh)
 
 
 def test_a_mesh_with_other_axes_is_refused():
@@ -116,9 +109,9 @@ def test_a_mesh_with_other_axes_is_refused():
     with pytest.raises(ValueError, match="mesh must have the one axis"):
         shard(CASE.init(), mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
-        run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh)
+        runner.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh=mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
-        sweep(KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), *six_clients(), 1, mesh)
+        runner.sweep(KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), *six_clients(), 1, mesh=mesh)
 
 
 def test_the_names_of_padded_axes_differ_with_the_number_of_clients():
@@ -169,7 +162,10 @@ def test_a_sharded_state_has_the_server_everywhere_and_each_client_once():
     jax.tree.map(np.testing.assert_array_equal, state, CASE.init())
 
 
-def test_a_run_on_a_mesh_that_does_not_stay_finite_is_an_error_with_its_round():
+def test_a_loop_on_a_mesh_that_does_not_stay_finite_is_an_error_with_its_round():
     spoiled = CASE.data._replace(c=CASE.data.c.at[3, 2].set(jnp.nan))
+    inputs = KEY, CASE.algorithm, CASE.hparams, CASE.init(), spoiled, 2
     with pytest.raises(runner.DivergedError, match=r"the loss is not finite in round 0 with HParams\("):
-        run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), spoiled, 2, client_mesh(2))
+        runner.loop(*inputs, mesh=client_mesh(2), progress=False)
+    with pytest.raises(ValueError, match="n=3 without a mesh"):
+        runner.run(*inputs, n=3)

@@ -68,7 +68,7 @@ def test_a_finished_command_is_not_run_twice(accelerated, settings, monkeypatch)
     def again(*inputs, **options):
         raise AssertionError("a finished run was run again")
 
-    monkeypatch.setattr(scafflix.runner, "_sweep_in_place", again)
+    monkeypatch.setattr(scafflix.runner.compiled, "sweep_in_place", again)
     assert scafflix.double_acceleration(settings) == accelerated
 
 

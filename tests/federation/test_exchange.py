@@ -101,7 +101,7 @@ def test_minibatches_are_drawn_as_in_a_run():
     for _ in range(3):
         federation.round()
     state = contract.init(jnp.arange(4))
-    state, _ = runner.run(KEY, contract.algorithm, contract.hparams, state, DATA, 3, half)
+    state, _ = runner.run(KEY, contract.algorithm, contract.hparams, state, DATA, 3, batch_fn=half)
     np.testing.assert_allclose(federation.server.params, state.server.params, rtol=1e-12)
 
 
