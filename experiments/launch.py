@@ -32,11 +32,13 @@ from jax.experimental import multihost_utils
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.core import runner
 from commjax.data import stacked
 from commjax.data.libsvm import Dataset
-from commjax.data.local_rows import own_rows
+from commjax.data.local_rows import local_rows
 from commjax.data.partition import Rows
-from commjax.devices import distributed, parallel
+from commjax.devices import hosts
+from commjax.devices.mesh import client_mesh
 from commjax.problems import constants, logistic
 from commjax.problems.constants import Smoothness
 
@@ -72,7 +74,7 @@ def join(settings: Settings) -> None:
     jax.config.update("jax_enable_x64", True)
     if settings.devices:
         jax.config.update("jax_num_cpu_devices", settings.devices)
-    start = partial(distributed.start, timeout=settings.timeout, heartbeat=settings.heartbeat)
+    start = partial(hosts.start, timeout=settings.timeout, heartbeat=settings.heartbeat)
     if settings.coordinator:
         start(settings.coordinator, settings.num_processes, settings.process_id)
     elif settings.cluster:
@@ -98,8 +100,8 @@ def smoothness(dataset: Dataset, own: Rows, n: int, mu: float) -> Smoothness:
 def main(settings: Settings) -> None:
     """Run one process of the job."""
     join(settings)
-    mesh, n = parallel.client_mesh(), settings.clients
-    dataset, mine, longest = own_rows(settings.dataset, n, distributed.own_ids(n, mesh), settings.seed)
+    mesh, n = client_mesh(), settings.clients
+    dataset, mine, longest = local_rows(settings.dataset, n, hosts.local_ids(n, mesh), settings.seed)
     d = dataset.features.shape[1]
     compressor = compressors.comp(settings.k, max(settings.k, d // 2))
     hparams = ef_bv.theoretical(compressor.constants(d, n), smoothness(dataset, mine, n, settings.mu))
@@ -107,17 +109,17 @@ def main(settings: Settings) -> None:
 
     # Every process pads to the longest part of all processes, so that the shapes agree.
     own = stacked.stack(dataset, mine, longest)
-    data = distributed.rows(own, n, mesh)
-    state = distributed.init(algorithm, np.zeros(d), n, mesh)
-    state, record = distributed.loop(
+    data = hosts.rows(own, n, mesh)
+    state = hosts.init(algorithm, np.zeros(d), n, mesh)
+    state, record = runner.loop(
         jax.random.key(settings.seed),
         algorithm,
         hparams,
         state,
         data,
         settings.rounds,
-        mesh,
-        n,
+        mesh=mesh,
+        n=n,
         chunk=settings.chunk,
         checkpoint=settings.checkpoint or None,
         progress=settings.progress,

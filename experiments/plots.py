@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 
 # The Okabe-Ito palette is safe for colour-blind readers. A method has the same colour in every figure.
 COLORS = {

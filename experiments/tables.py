@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 
 Row = dict[str, Any]
 

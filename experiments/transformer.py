@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from commjax import compressors
 from commjax.core import tree
 from commjax.core.progress import progress_bar
-from commjax.devices import parallel
+from commjax.devices.mesh import AXIS, client_mesh
 from commjax.integrations import optax as cj_optax
 from commjax.llm import embedded
 
@@ -122,11 +122,11 @@ def train(settings: Settings, compressed: bool) -> dict[str, float]:
     else:
         tx = optax.chain(cj_optax.compressed_mean(compressors.identity(), n, key), optax.adam(schedule))
 
-    mesh = parallel.client_mesh(settings.devices)
+    mesh = client_mesh(settings.devices)
     state = tx.init(params)
     state = jax.device_put(state, cj_optax.shardings(state, mesh))
     params = jax.device_put(params, NamedSharding(mesh, P()))
-    rows = NamedSharding(mesh, P(parallel.AXIS))
+    rows = NamedSharding(mesh, P(AXIS))
 
     @jax.jit
     def step(params, state, batch):

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from commjax.core.checkpoint import write_atomically
 from commjax.core.conventions import legacy_bits
+from commjax.core.files import write_atomically
 
 _PACKAGES = ("commjax", "jax", "jaxlib", "flax", "optax", "numpy")
 

@@ -1,8 +1,9 @@
 """Clients on several devices, on several hosts, or in the memory of one host.
 
-parallel        a mesh of devices: shard_step, pmap_step, run, sweep; the collectives of a compiled program
-distributed     one program in several processes: start, rows, init, loop
+mesh            a mesh of devices: client_mesh, shard_step, pmap_step, jit_step
+hosts           one program in several processes: start, local_ids, rows, init
 host_clients    more clients than fit on a device: their rows stay in host memory or in files
+collectives     operations and bytes between devices in a compiled program
 """
 
 from typing import TYPE_CHECKING
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from commjax.core.lazy import submodules
 
 if TYPE_CHECKING:
-    from commjax.devices import distributed, host_clients, parallel
+    from commjax.devices import collectives, host_clients, hosts, mesh
 
-__all__ = ["distributed", "host_clients", "parallel"]
+__all__ = ["collectives", "host_clients", "hosts", "mesh"]
 
 __getattr__, __dir__ = submodules(__name__, __all__)

@@ -10,40 +10,23 @@ If only m of n clients take part, an invariant such as h = mean_i h_i may break.
   `compressors.m_nice(m, C).constants(d, n)`.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from commjax.core import checkpoint, checks, rounds, runner, tree
-from commjax.core.base import Algorithm, Exchange, Key, Message, Metrics, Params, State
-from commjax.core.runner import DivergedError
+from commjax.core import checks, rounds, tree
+from commjax.core.base import Algorithm, Exchange, Key, Message, Metrics, State
+from commjax.core.loop import DivergedError, History, drive
+from commjax.core.trackers import Tracker
+from commjax.devices import host_storage
+from commjax.devices.host_storage import SERVER, Federation, reopen, start
 
-# (key, round, n, size) -> ids of the cohort, as `members`
-Draw = Callable[[Key, int, int, int], np.ndarray]
-
-
-class Federation(NamedTuple):
-    """The state of n clients on the host.
-
-    Attributes:
-        server: server state, on the device.
-        rows: client states on the host, with a leading axis of n rows; `run` *writes them in place*.  The id of a
-            client is the position of its row.
-        n: number of clients.
-        folder: folder of the files that hold the rows and the server state; None if all is in memory.
-    """
-
-    server: Any
-    rows: Any
-    n: int
-    folder: Path | None = None
+__all__ = ["Draw", "Federation", "Fetch", "StoppedError", "cohort_step", "members", "reopen", "run", "start"]
 
 
 class StoppedError(RuntimeError):
@@ -59,186 +42,6 @@ class StoppedError(RuntimeError):
 
     federation: Federation
     metrics: Metrics
-
-
-def start(
-    algorithm: Algorithm, params: Params, n: int, folder: str | Path | None = None, **per_client: Any
-) -> Federation:
-    """Make a federation in which every client begins with the same row.
-
-    Rows of zeros take no memory and no disk space until they are written.
-
-    Args:
-        algorithm: the algorithm.
-        params: the first model.
-        n: number of clients.
-        folder: a new folder for the rows; None keeps them in memory.
-        **per_client: arguments of `algorithm.init` for one client, without a client axis.
-
-    Returns:
-        The federation.
-    """
-    server, first = _first(algorithm, params, n, per_client)
-    if folder is None:
-        return Federation(
-            server, jax.tree.map(lambda row: _filled(np.zeros((n, *row.shape), row.dtype), row), first), n
-        )
-    folder = Path(folder)
-    with checkpoint.writing(folder / _SERVER):
-        # A `start` that was killed leaves these files and no server file; it can be repeated.
-        known = {path.name for path, _ in _files(folder, first)} | {f".{_SERVER}.lock"}
-        if not {path.name for path in folder.iterdir()} <= known:
-            raise ValueError(f"folder: {folder} is not empty; allowed: a new one (to go on with this one, see reopen)")
-        rows = [
-            _filled(np.lib.format.open_memmap(path, "w+", row.dtype, (n, *row.shape)), row)
-            for path, row in _files(folder, first)
-        ]
-        federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
-        nobody = jax.tree.map(lambda row: np.zeros((0, *row.shape), row.dtype), first)
-        _log(federation, server, np.zeros(0, np.int32), nobody, _start_identity(algorithm, server, first, n))
-    return federation
-
-
-def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **per_client: Any) -> Federation:
-    """Open the folder of a federation, in the state after its last whole round.
-
-    This works even if the process was killed in the middle of a round.
-
-    This function checks the digest of the server file, which also holds the rows of the last cohort; structure, dtype,
-    shape and exact size of each client file; n, the name of the compressor and the first state.  `run` then checks that
-    key, hyperparameters and program (loss, compressor, cohort size) are those of the run in the folder.
-
-    The content of the client files is not checked, because they are too large to read in each round.  The data of
-    `fetch` is not checked either.  After a power cut, rows may be older than the server state.
-
-    Args:
-        algorithm: The algorithm that was given to `start`.
-        params: The model that was given to `start`.
-        n: The number of clients that was given to `start`.
-        folder: The folder.
-        **per_client: The further arguments that were given to `start`.
-
-    Returns:
-        The federation.  CheckpointError if the folder belongs to another run or a file is damaged; no file is then
-        changed.
-    """
-    folder, (server, first) = Path(folder), _first(algorithm, params, n, per_client)
-    path = folder / _SERVER
-    if not path.exists():
-        raise checkpoint.CheckpointError(f"{path} does not exist; allowed: a folder that start has made")
-    with checkpoint.writing(path):
-        server, log = checkpoint.load(path, server, _start_identity(algorithm, server, first, n))
-        files = _files(folder, first)
-        for file, row in files:
-            _check_file(file, row, n)
-        rows = [np.lib.format.open_memmap(file, "r+").view(row.dtype) for file, row in files]
-        federation = Federation(server, jax.tree.unflatten(jax.tree.structure(first), rows), n, folder)
-        _put(federation.rows, *_last_cohort(path, log, [row for _, row in files], n))
-    return federation
-
-
-def _last_cohort(path: Path, log: dict[str, np.ndarray], rows: list[np.ndarray], n: int) -> tuple[Any, Any]:
-    """Ids and rows of the last cohort, from the server file."""
-    ids, new = log.get("ids", np.zeros(())), [log.get(f"rows {i}", np.zeros(())) for i in range(len(rows))]
-    fits = ids.ndim == 1 and all(one.shape == (len(ids), *row.shape) for one, row in zip(new, rows))
-    if not fits or not np.all((ids >= 0) & (ids < n) & (ids % 1 == 0)):
-        raise checkpoint.CheckpointError(f"{path} has no rows of the last cohort that fit {n} clients")
-    return ids.astype(np.int32), new
-
-
-def _check_file(path: Path, row: np.ndarray, n: int) -> None:
-    """CheckpointError unless the file holds exactly n rows like `row`.  It is opened for reading only."""
-    try:
-        found = np.lib.format.open_memmap(path, "r")
-    except Exception as error:  # NumPy's parser of headers may raise several types
-        raise checkpoint.CheckpointError(f"{path} is not a readable client file: {error!r}") from error
-    # A file of bfloat16 has the dtype void.
-    dtype = row.dtype if found.dtype == np.dtype((np.void, row.dtype.itemsize)) else found.dtype
-    if (found.shape, dtype) != ((n, *row.shape), row.dtype):
-        raise checkpoint.CheckpointError(f"{path} is {dtype}{list(found.shape)}, expected {row.dtype}{[n, *row.shape]}")
-    size = path.stat().st_size
-    if found.nbytes and size != found.offset + found.nbytes:
-        raise checkpoint.CheckpointError(f"{path} has {size} bytes, expected {found.offset + found.nbytes}")
-
-
-def _start_identity(algorithm: Algorithm, server: Any, first: Any, n: int) -> dict[str, str]:
-    compressor = algorithm.exchange.compressor if algorithm.exchange is not None else None
-    return {
-        "n": str(n),
-        "compressor": compressor.name if compressor is not None else "none",
-        "start": checkpoint.digest((server, first)),
-    }
-
-
-def _run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, str]:
-    """The stored identity of the run in the folder, with key and hyperparameters.
-
-    CheckpointError if these differ from the stored ones, or if another process has added rounds.
-    """
-    if federation.folder is None:
-        return {}
-    path = federation.folder / _SERVER
-    server, _, stored = checkpoint.load_all(path, federation.server)
-    if checkpoint.digest(server) != checkpoint.digest(federation.server):
-        raise checkpoint.CheckpointError(
-            f"{path} has another server, in round {int(server.round)}, than the federation, in round "
-            f"{int(federation.server.round)}; allowed: the federation of the last run, or that of reopen"
-        )
-    given = checkpoint.fingerprint(key, hparams)
-    checkpoint.check_identity(path, stored, {name: text for name, text in given.items() if name in stored})
-    return {**stored, **given}
-
-
-def _program_identity(path: Path, stored: dict[str, str], step: Any, inputs: tuple[Any, ...]) -> dict[str, str]:
-    """Add the program to the stored identity, traced for the batch shapes of the first round in the folder.
-
-    CheckpointError if the stored program is another one.
-    """
-    key, hparams, server, rows, batch = inputs
-    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(batch)]
-    identity = {"batch": json.dumps([f"{one.dtype}, {one.ndim} axes" for one in types])}
-    checkpoint.check_identity(path, stored, {name: text for name, text in identity.items() if name in stored})
-    shapes = json.loads(stored.get("batch shapes", json.dumps([one.shape[1:] for one in types])))
-    like = [jax.ShapeDtypeStruct((len(rows.id), *shape), one.dtype) for shape, one in zip(shapes, types, strict=True)]
-    strong = jax.tree.map(np.asarray, (hparams, server))
-    traced = step.trace(key, *strong, rows, jax.tree.unflatten(jax.tree.structure(batch), like))
-    identity |= {"program": checkpoint.digest(runner.program(traced.jaxpr)), "batch shapes": json.dumps(shapes)}
-    checkpoint.check_identity(path, stored, {name: text for name, text in identity.items() if name in stored})
-    return {**stored, **identity}
-
-
-_SERVER = "server.safetensors"
-
-
-def _first(algorithm: Algorithm, params: Params, n: int, per_client: Any) -> tuple[Any, Any]:
-    """The first server state, and the first row of a client.  Ids are not stored: they are positions."""
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    server, rows = algorithm.init(params, jnp.zeros(1, jnp.int32), **tree.repeat(per_client, 1))
-    return server, jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows._replace(id=()))
-
-
-def _filled(many: np.ndarray, row: np.ndarray) -> np.ndarray:
-    if row.any():
-        many[:] = row
-    return many
-
-
-def _files(folder: Path, first: Any) -> list[tuple[Path, np.ndarray]]:
-    """File and first row of each leaf.  Files are numbered, because two leaves may have the same plain name."""
-    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(first)[0]]
-    plain = ["".join(c if c.isalnum() else "_" for c in name) for name, _ in named]
-    return [(folder / f"{i:03}{name}.npy", leaf) for i, (name, (_, leaf)) in enumerate(zip(plain, named))]
-
-
-def _log(federation: Federation, server: Any, ids: np.ndarray, rows: PyTree, identity: dict[str, str]) -> None:
-    """Save the server state with the cohort's new rows, before the rows are written to their files.
-
-    If that writing is interrupted, `reopen` repeats it.  Rows are stored as float64.
-    """
-    if federation.folder is not None:
-        history = {"ids": ids} | {f"rows {i}": leaf for i, leaf in enumerate(jax.tree.leaves(rows))}
-        checkpoint.save(federation.folder / _SERVER, server, history, identity)
 
 
 def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
@@ -335,15 +138,107 @@ def _sent_by_members(exchange: Exchange, n: int, m: int) -> Exchange:
     return exchange._replace(compressor=compressor._replace(compress=compress), server_step=joint_step)
 
 
+@runtime_checkable
+class Fetch(Protocol):
+    """Loads the data of a cohort."""
+
+    def __call__(self, ids: Int[np.ndarray, "m"], /) -> PyTree:
+        """Return the data of the clients `ids`, with a leading axis of m."""
+        ...
+
+
+@runtime_checkable
+class Draw(Protocol):
+    """Draws the cohort of a round."""
+
+    def __call__(self, key: Key, round: int, n: int, size: int, /) -> Int[np.ndarray, "m"]:
+        """Return the ids of the members, in ascending order."""
+        ...
+
+
+class _Cohorts:
+    """The job of `run`: a chunk is the round of one cohort, and saving is writing its rows.
+
+    Attributes:
+        federation: the federation after the last whole round.
+        saved: whether everything is saved, so that an exception needs no `StoppedError`.
+    """
+
+    def __init__(
+        self, key: Key, algorithm: Algorithm, hparams: Any, federation: Federation, fetch: Fetch, draw: Draw
+    ) -> None:
+        self.inputs, self.algorithm, self.fetch, self.draw = (key, hparams), algorithm, fetch, draw
+        self.federation, self.writes, self.saved = federation, True, True
+        self.path = None if federation.folder is None else federation.folder / SERVER
+        self.size: int | None = None
+        self.identity: dict[str, str] | None = None
+        self.cohort: Any = ()  # ids, new rows, and whether each message is accepted
+        self.logged: Federation | None = None  # the federation whose new rows are in the server file only
+
+    def advance(self, state: Federation, length: int) -> tuple[Federation, Metrics]:
+        """Run the round of one cohort."""
+        (key, hparams), first = self.inputs, self.identity is None
+        if self.identity is None:
+            self.identity = host_storage.run_identity(state, key, hparams)
+        self.saved = False
+        m, _ = _size(self.algorithm, state.n, self.size)
+        ids = self.draw(key, int(state.server.round), state.n, m)
+        rows = jax.tree.map(lambda leaf: leaf[ids], state.rows)._replace(id=ids)
+        step, inputs = cohort_step(self.algorithm, state.n, self.size), (state.server, rows, self.fetch(ids))
+        if first and self.path is not None:
+            self.saved = True  # nothing is written yet: the error of another run is raised as it is
+            self.identity = host_storage.program_identity(self.path, self.identity, step, (key, hparams, *inputs))
+            self.saved = False
+        server, rows, metrics, accepted = step(key, hparams, *inputs)
+        self.cohort = ids, rows._replace(id=()), accepted
+        return state._replace(server=server), jax.tree.map(lambda value: value[None], metrics)
+
+    def check(self, state: Federation, metrics: Mapping[str, np.ndarray], start: int) -> None:
+        """DivergedError that names the clients."""
+        ids, _, accepted = self.cohort
+        _check_finite(self.algorithm, start, ids[~np.asarray(accepted)], state.server)
+
+    def whole(self, state: Federation) -> Federation:
+        """The federation itself."""
+        return state
+
+    def save(self, state: Federation, history: History) -> None:
+        """Write the server with the new rows, then the rows to their places."""
+        ids, rows, accepted = self.cohort
+        rows = jax.device_get(rows)
+        host_storage.log(state, ids, rows, self.identity or {})
+        self.cohort, self.logged = (ids, rows, accepted), state
+        host_storage.put(state.rows, ids, rows)
+        self.federation, self.logged, self.saved = state, None, self.path is not None
+
+    def agreed(self, signum: int | None) -> int | None:
+        """The signal of this process."""
+        return signum
+
+    def resume_text(self, done: int) -> str:
+        """How to continue."""
+        return f"{self.federation.folder} is saved in round {done}; reopen it to continue"
+
+    def last_whole(self) -> Federation:
+        """The federation after the last whole round; rows that were being written are written again."""
+        if self.logged is not None:
+            host_storage.put(self.logged.rows, *self.cohort[:2])
+            self.federation = self.logged
+        return self.federation
+
+
 def run(
     key: Key,
     algorithm: Algorithm,
     hparams: Any,
     federation: Federation,
-    fetch: Callable[[np.ndarray], PyTree],
+    fetch: Fetch,
     num_rounds: int,
+    *,
     size: int | None = None,
     draw: Draw = members,
+    tracker: Tracker | None = None,
+    progress: bool = False,
 ) -> tuple[Federation, Metrics]:
     """Run `num_rounds` rounds, each with a cohort.
 
@@ -365,57 +260,37 @@ def run(
         num_rounds: number of rounds, at least 0.
         size: number of members m; None if the algorithm was built with a cohort.
         draw: (key, round, n, size) -> ids of the cohort.
+        tracker: gets the metrics of each round, as that of `runner.loop`.
+        progress: whether to show a progress bar.
 
     Returns:
         The federation after the last round, and metrics with one float64 entry per round.
     """
-    with checkpoint.writing(None if federation.folder is None else federation.folder / _SERVER) as signals:
-        return _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, size, draw)
-
-
-def _rounds(signals, key, algorithm, hparams, federation, fetch, num_rounds, size, draw):
-    server, store, n, folder = federation
-    m, _ = _size(algorithm, n, size)
-    _check_independent(algorithm, server, n)
+    _size(algorithm, federation.n, size)
+    _check_independent(algorithm, federation.server, federation.n)
     checks.key_of(key)
     checks.rounds_of(num_rounds)
-    checks.server_of(algorithm, server)
-    checks.hparams_of(algorithm, hparams, n)
-    step = cohort_step(algorithm, n, size)
-    first, seen, writing = int(server.round), [], None
-    identity, plain = _run_identity(federation, key, hparams), False
+    checks.server_of(algorithm, federation.server)
+    checks.hparams_of(algorithm, hparams, federation.n)
+    job, history, first = _Cohorts(key, algorithm, hparams, federation, fetch, draw), History(), federation.server.round
+    job.size, first = size, int(first)
     try:
-        for number in range(first, first + num_rounds):
-            ids = draw(key, number, n, m)
-            rows = jax.tree.map(lambda leaf, ids=ids: leaf[ids], store)._replace(id=ids)
-            batch = fetch(ids)
-            if folder is not None and number == first:
-                plain = True  # an error of the next line is raised without a StoppedError
-                identity = _program_identity(folder / _SERVER, identity, step, (key, hparams, server, rows, batch))
-                plain = False
-            after, rows, metrics, accepted = step(key, hparams, server, rows, batch)
-            signals.wait(metrics)
-            _check_finite(algorithm, number, ids[~np.asarray(accepted)], after)
-            rows = jax.device_get(rows._replace(id=()))
-            _log(federation, after, ids, rows, identity)
-            writing = (ids, rows, after, metrics)
-            _put(store, ids, rows)
-            server, writing = after, None
-            seen.append(metrics)
-            plain = True  # the exception of a signal is, too
-            signals.act(f"{folder} is saved in round {int(server.round)}; reopen it to continue")
-            plain = False
+        drive(job, federation, history, (first, first + num_rounds), tracker=tracker, progress=progress)
     except (Exception, KeyboardInterrupt) as error:
-        if plain:
+        if job.saved:
             raise
-        if writing is not None:  # rows were being written: write them again
-            ids, rows, server, metrics = writing
-            _put(store, ids, rows)
-            seen.append(metrics)
-        stopped = StoppedError(f"round {int(server.round)}: {type(error).__name__}: {error}")
-        stopped.federation, stopped.metrics = Federation(server, store, n, folder), _columns(seen)
+        last = job.last_whole()
+        done = int(last.server.round)
+        stopped = StoppedError(f"round {done}: {type(error).__name__}: {error}")
+        stopped.federation, stopped.metrics = last, _metrics(history, done - first)
         raise stopped from error
-    return Federation(server, store, n, folder), _columns(seen)
+    return job.federation, _metrics(history, num_rounds)
+
+
+def _metrics(history: History, number: int) -> Metrics:
+    """The metrics of the first rounds, in float64."""
+    columns: Any = [history.arrays().get(name, np.zeros(0))[:number] for name in Metrics._fields]
+    return Metrics(*columns)
 
 
 def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after: Any) -> None:
@@ -428,17 +303,6 @@ def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after:
         )
     if not checks.finite_tree(after.params):
         raise DivergedError(f"round {number}: the server's params are not finite")
-
-
-def _columns(seen: list[Metrics]) -> Metrics:
-    history = jax.device_get(seen)
-    columns: Any = [np.array([one[i] for one in history], np.float64) for i in range(len(Metrics._fields))]
-    return Metrics(*columns)
-
-
-def _put(store: PyTree, ids: np.ndarray, rows: PyTree) -> None:
-    for leaf, new in zip(jax.tree.leaves(store), jax.tree.leaves(rows), strict=True):
-        leaf[ids] = new
 
 
 def _check_independent(algorithm: Algorithm, server: Any, n: int) -> None:

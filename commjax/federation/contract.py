@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax.core import checkpoint, checks, rounds
+from commjax.core import checks, identity, rounds
 from commjax.core.base import Algorithm, Exchange, Key, State
 from commjax.core.runner import BatchFn, full_batch
 from commjax.federation.fingerprint import digest
@@ -127,7 +127,7 @@ def fingerprint(contract: Contract) -> int:
     exchange = exchange_of(contract)
     server = start(contract, jnp.arange(contract.n)).server
     name = exchange.compressor.name if exchange.compressor else "dense"
-    about = checkpoint.fingerprint(contract.key, contract.hparams, start=server)
+    about = identity.fingerprint(contract.key, contract.hparams, start=server)
     code = _code(exchange, contract.batch_fn)
     plain = (exchange.down, exchange.cohort_size, exchange.private, contract.n, contract.run, contract.rounds)
     text = repr((sorted(about.items()), name, code, plain))

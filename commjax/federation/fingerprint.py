@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from commjax.core import checkpoint
+from commjax.core import identity
 
 _LIBRARIES = ("jax", "jaxlib", "jaxtyping", "beartype", "functools", "contextlib")
 
@@ -44,7 +44,7 @@ def _digest(thing: Any, known: dict[int, tuple[Any, str]]) -> str:
     if isinstance(thing, str | bytes | bool | int | float | complex | type(None)):
         return repr(thing)
     if isinstance(thing, np.ndarray | np.generic | jax.Array):
-        return checkpoint.digest(thing)
+        return identity.digest(thing)
     if id(thing) not in known:
         known[id(thing)] = (thing, "itself")
         parts = [type(thing).__qualname__, *(_digest(part, known) for part in _inside(thing))]

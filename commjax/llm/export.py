@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
 from commjax.llm.base import Model, Params

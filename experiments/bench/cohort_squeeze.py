@@ -4,7 +4,7 @@
 
 Both sides have the same cohorts, the same prox objectives and BFGS (scipy with its own line search). Scipy's side
 computes values and gradients with NumPy in float64. Our side runs in float64 and in float32 (JAX's default). It runs
-with the settings split over one device per core (`parallel.sweep`), and on one device with all cores (`runner.sweep`).
+with the settings split over one device per core (`mesh=`), and on one device with all cores.
 
 The sides take turns: after each seed of scipy, our side runs the whole grid. Scipy's time is the sum over its seeds;
 our time is the mean over the whole grids. The compilation time is printed separately.
@@ -23,7 +23,7 @@ from scipy.optimize import minimize
 
 from commjax.algorithms import sppm_as
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh
 from commjax.sampling import samplings
 from experiments.cohort_squeeze import grid as cohort_squeeze_grid
 
@@ -72,7 +72,7 @@ def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Calla
 
     def run() -> np.ndarray:
         if devices > 1:
-            states, _ = parallel.sweep(*inputs, parallel.client_mesh(devices), at_once=settings.at_once)
+            states, _ = runner.sweep(*inputs, mesh=client_mesh(devices), at_once=settings.at_once)
         else:
             states, _ = runner.sweep(*inputs, at_once=settings.at_once_alone)
         return np.asarray(states.server.params, np.float64)

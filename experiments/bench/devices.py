@@ -4,7 +4,7 @@
 
 The algorithm is EF-BV as in experiments.bench.ef_bv (n = 1000, d = 112, comp-(1, 56), float32), with one round per
 call. The sides take turns, and the best time counts. On one device `shard_step` and `pmap_step` are `jit_step`.
-`parallel.run` uses shard_map on one device too; it is compared with `runner.run`.
+`runner.run` with a mesh uses shard_map on one device too; it is compared with `runner.run` without.
 
 Goals: a ratio of at most 1.05 on one device. The bytes of the compiled program's collectives are those of the formula.
 """
@@ -17,7 +17,8 @@ import jax
 import tyro
 
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.collectives import bytes_up, collectives
+from commjax.devices.mesh import client_mesh, jit_step, pmap_step, shard, shard_rows, shard_step
 from experiments.bench import ef_bv as bench
 
 
@@ -32,7 +33,7 @@ class Settings:
 def main(settings: Settings) -> dict[str, float]:
     """Time all sides on one device, and print ratios and the bytes of collectives."""
     algorithm, state, data = bench.ours(bench.Settings())
-    key, mesh = jax.random.key(0), parallel.client_mesh(1)
+    key, mesh = jax.random.key(0), client_mesh(1)
 
     def block(step, state, data):
         def rounds():
@@ -46,15 +47,15 @@ def main(settings: Settings) -> dict[str, float]:
     def whole(run):
         return lambda: jax.block_until_ready(run()), settings.rounds
 
-    placed, rows = parallel.shard(state, mesh), parallel.shard_rows(data, mesh)
+    placed, rows = shard(state, mesh), shard_rows(data, mesh)
     sides: dict[str, tuple[Callable[[], object], int]] = {
         "plain jit": block(jax.jit(algorithm.step), state, data),
-        "shard_step (= jit_step)": block(parallel.shard_step(algorithm, mesh), placed, rows),
-        "pmap_step (= jit_step)": block(parallel.pmap_step(algorithm, 1), state, data),
-        "jit_step": block(parallel.jit_step(algorithm, mesh), placed, rows),
+        "shard_step (= jit_step)": block(shard_step(algorithm, mesh), placed, rows),
+        "pmap_step (= jit_step)": block(pmap_step(algorithm, 1), state, data),
+        "jit_step": block(jit_step(algorithm, mesh), placed, rows),
         "runner.run": whole(lambda: runner.run(key, algorithm, bench.HPARAMS, state, data, settings.rounds)),
-        "parallel.run (shard_map)": whole(
-            lambda: parallel.run(key, algorithm, bench.HPARAMS, placed, rows, settings.rounds, mesh)
+        "runner.run (shard_map)": whole(
+            lambda: runner.run(key, algorithm, bench.HPARAMS, placed, rows, settings.rounds, mesh=mesh)
         ),
     }
     seconds = bench.best(sides, settings.repeats)
@@ -64,11 +65,11 @@ def main(settings: Settings) -> dict[str, float]:
         against = "runner.run" if "run" in name else "plain jit"
         ratios[name] = value / seconds[against]
         print(f"  {name:24} {value * 1e3:8.3f} ms a round, {ratios[name]:.3f} of {against}   goal: at most 1.05")
-    formula = parallel.bytes_up(algorithm, bench.HPARAMS, state, data)
-    print(f"collectives of the compiled round; formula: one message, its price, one loss = {formula} bytes")
+    formula = bytes_up(algorithm, bench.HPARAMS, state, data)
+    print(f"collectives of the compiled round; formula: one message, its bits, one loss = {formula} bytes")
     for devices in settings.devices:
-        step = parallel.shard_step(algorithm, parallel.client_mesh(devices))
-        found = parallel.collectives(step.lower(key, bench.HPARAMS, state, data).compile())
+        step = shard_step(algorithm, client_mesh(devices))
+        found = collectives(step.lower(key, bench.HPARAMS, state, data).compile())
         moved = 2 * (devices - 1) / devices * found.bytes
         print(
             f"  {devices} devices: {found.counts}, {found.bytes} bytes in, {moved:.0f} moved by each device in a ring"

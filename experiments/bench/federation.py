@@ -56,7 +56,7 @@ def main(settings: Settings) -> dict[str, float]:
 
         def rounds():
             many[0], metrics = host_clients.run(
-                jax.random.key(0), algorithm, hparams, many[0], fetch, settings.rounds, settings.cohort
+                jax.random.key(0), algorithm, hparams, many[0], fetch, settings.rounds, size=settings.cohort
             )
             return metrics
 

@@ -30,7 +30,7 @@ import numpy as np
 from commjax.algorithms import fedp3
 from commjax.algorithms.fedp3 import layers, plans
 from commjax.algorithms.fedp3.layers import Layers
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 from commjax.models import layered, resnet
 from experiments import plots, tables
 from experiments.fedp3 import privacy as fedp3_privacy

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import experiments.scorecard.claims
-from commjax.core.checkpoint import write_atomically
+from commjax.core.files import write_atomically
 from commjax.core.progress import progress_bar
 from commjax.core.records import environment
 from experiments.scorecard import workers as claim_workers

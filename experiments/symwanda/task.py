@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commjax.core.checkpoint import digest, write_atomically
+from commjax.core.files import write_atomically
+from commjax.core.identity import digest
 from commjax.llm import checkpoints, embedded, llama2c, perplexity, texts, tokens
 from commjax.llm.base import Layers, Model, Params
 from commjax.pruning import model as pruning

@@ -227,7 +227,9 @@ def test_stochastic_gradients_train():
     data = tiny_rows()
     algorithm = ef_bv.ef_bv(jax.value_and_grad(lambda x, one: logistic.loss(x, one, 0.1)), c.rand_k(1))
     start = algorithm.init(jnp.array([3.0, 3.0, -3.0]), jnp.arange(2))
-    state, _ = runner.run(KEY, algorithm, ef_bv.HParams(0.05, 0.1, 0.5), start, data, 400, runner.minibatches(2))
+    state, _ = runner.run(
+        KEY, algorithm, ef_bv.HParams(0.05, 0.1, 0.5), start, data, 400, batch_fn=runner.minibatches(2)
+    )
     full = jax.vmap(lambda x, one: logistic.loss(x, one, 0.1), in_axes=(None, 0))
     assert full(state.server.params, data).mean() < full(start.server.params, data).mean() - 0.5
 

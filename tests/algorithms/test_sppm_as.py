@@ -11,7 +11,7 @@ from commjax.algorithms import averaged_prox, local_gd, sppm_as
 from commjax.core import runner
 from commjax.data import stacked
 from commjax.data.stacked import ClientData
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, shard_step
 from commjax.problems import logistic, quadratic
 from commjax.prox import cohort, solvers
 from commjax.prox.solvers import quasi_newton
@@ -79,7 +79,7 @@ def test_the_order_of_clients_does_not_matter():
 @pytest.mark.parametrize("name", ["stratified", "block"])
 def test_devices_do_not_change_the_trajectory(name, hubs):
     algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS[name], lambda hparams: quasi_newton.bfgs(), hubs)
-    state, step = algorithm.init(START, jnp.arange(N)), parallel.shard_step(algorithm, parallel.client_mesh(4))
+    state, step = algorithm.init(START, jnp.arange(N)), shard_step(algorithm, client_mesh(4))
     hparams = sppm_as.HParams(2.0, 4, 0.0)
     for _ in range(2):
         state, metrics = step(KEY, hparams, state, DATA)
@@ -106,7 +106,7 @@ def test_averaged_proxes_and_their_two_anchors():
         (averaged_prox.fedprox_sppm_as(quadratic.loss, sampling, newton), fedprox),
         (averaged_prox.fedavg_sppm_as(quadratic.loss, sampling, newton), fedavg),
     ):
-        step = parallel.shard_step(algorithm, parallel.client_mesh(4))
+        step = shard_step(algorithm, client_mesh(4))
         state, _ = step(KEY, hparams, algorithm.init(START, jnp.arange(N)), DATA)
         np.testing.assert_allclose(state.server.params, wanted, rtol=1e-9)
     assert np.abs(fedprox - fedavg).max() > 1e-3  # not one method, as the text says (P2)
@@ -128,9 +128,7 @@ def test_one_members_breakdown_is_reported_by_the_averaged_proxes():
         algorithm = averaged_prox.fedprox_sppm_as(saddle, sampling, newton)
         _, metrics = after(algorithm, hparams, data=data)
         assert metrics.code == code and (metrics.residual > 1e-9) == (code == solvers.BROKE_DOWN)
-    step = parallel.shard_step(
-        averaged_prox.fedprox_sppm_as(saddle, samplings.full(N), newton), parallel.client_mesh(4)
-    )
+    step = shard_step(averaged_prox.fedprox_sppm_as(saddle, samplings.full(N), newton), client_mesh(4))
     _, metrics = step(KEY, hparams, sppm_as.init(START, jnp.arange(N)), data)
     assert metrics.code == solvers.BROKE_DOWN
     short = averaged_prox.fedprox_sppm_as(

@@ -7,7 +7,7 @@ import pytest
 
 from commjax.algorithms import sppm_as
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, shard_step
 from commjax.problems import quadratic
 from commjax.prox import cohort, solvers
 from commjax.prox.solvers import quasi_newton
@@ -62,7 +62,7 @@ def test_the_cost_is_that_of_the_ledger_flat_under_one_hub_and_over_several():
 
 def test_a_solver_with_local_work_says_why_it_does_not_run_on_a_mesh():
     algorithm = sppm_as.sppm_as(quadratic.loss, SAMPLINGS["nice"], lambda hparams: solvers.scaffnew(0.1, 0.5))
-    step = parallel.shard_step(algorithm, parallel.client_mesh(2))
+    step = shard_step(algorithm, client_mesh(2))
     with pytest.raises(ValueError, match="on a mesh"):
         step(KEY, EXACT, algorithm.init(START, jnp.arange(N)), DATA)
 

@@ -10,7 +10,7 @@ import pytest
 
 from commjax import compressors
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh
 from commjax.federation import exchange
 from tests import registry
 
@@ -64,7 +64,7 @@ def test_the_algorithm_converges_on_one_device_on_two_and_as_a_federation():
     inputs = (KEY, algorithm, hparams, state, registry.PROBLEM, 40)
     one, metrics = runner.run(*inputs)
     assert metrics.loss[-1] < metrics.loss[0] and (metrics.bits_up == 64 * registry.D).all()
-    two, _ = parallel.run(*inputs, parallel.client_mesh(2))
+    two, _ = runner.run(*inputs, mesh=client_mesh(2))
     np.testing.assert_allclose(two.server.params, one.server.params, rtol=1e-10)
     contract = exchange.Contract(
         algorithm, hparams, lambda ids: algorithm.init(registry.start(jnp.float64), ids), registry.N, KEY, rounds=1

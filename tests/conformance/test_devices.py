@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.collectives import bytes_up, collectives
+from commjax.devices.mesh import client_mesh, jit_step, pmap_step, shard_step
 from tests import registry
 from tests.conformance.test_algorithms import KEY, close, trajectory
 from tests.registry import build
 
-mesh = cache(parallel.client_mesh)
+mesh = cache(client_mesh)
 WAYS = {
-    "shard_map": lambda algorithm, devices: parallel.shard_step(algorithm, mesh(devices)),
-    "pmap": parallel.pmap_step,
-    "sharded jit": lambda algorithm, devices: parallel.jit_step(algorithm, mesh(devices)),
+    "shard_map": lambda algorithm, devices: shard_step(algorithm, mesh(devices)),
+    "pmap": pmap_step,
+    "sharded jit": lambda algorithm, devices: jit_step(algorithm, mesh(devices)),
 }
 
 
@@ -62,9 +63,9 @@ def test_a_round_reduces_one_message_its_price_and_one_loss_in_one_operation(dev
     for name, ways in zip(REDUCED[devices], (["shard_map", "sharded jit"], ["shard_map", "pmap"]), strict=True):
         case = build(name)
         inputs = (case.hparams, case.init(), case.data)
-        wanted = parallel.bytes_up(case.algorithm, *inputs)
+        wanted = bytes_up(case.algorithm, *inputs)
         for way in ways:
-            found = parallel.collectives(WAYS[way](case.algorithm, devices).lower(KEY, *inputs).compile())
+            found = collectives(WAYS[way](case.algorithm, devices).lower(KEY, *inputs).compile())
             # The compiler of a sharded jit decides by itself how it reduces; on one device nothing moves.
             assert found == moved(wanted) if way != "sharded jit" or devices == 1 else found.counts, name
 
@@ -72,7 +73,7 @@ def test_a_round_reduces_one_message_its_price_and_one_loss_in_one_operation(dev
 def test_the_bytes_of_a_round_are_those_of_the_vectors_that_go_up():
     def of(name):
         case = build(name)
-        return parallel.bytes_up(case.algorithm, case.hparams, case.init(), case.data)
+        return bytes_up(case.algorithm, case.hparams, case.init(), case.data)
 
     d, double = registry.D, 8
     assert of("ef-bv comp") == of("fedavg") == (d + 2) * double and of("scaffold") == (2 * d + 2) * double
@@ -85,6 +86,6 @@ def test_the_bytes_of_a_round_are_those_of_the_vectors_that_go_up():
 def test_a_whole_run_on_a_mesh_is_the_run_on_one_device(devices):
     case = build("ef-bv comp")
     wanted = runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4)
-    found = parallel.run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4, mesh(devices))
+    found = runner.run(KEY, case.algorithm, case.hparams, case.init(), case.data, 4, mesh=mesh(devices))
     close(jax.device_get(found), jax.device_get(wanted))
     np.testing.assert_array_equal(found[0].clients.id, case.ids)

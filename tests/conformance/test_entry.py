@@ -17,7 +17,8 @@ from commjax import algorithms
 from commjax.algorithms import ef_bv, fedavg, scafflix, sppm_as
 from commjax.core import checks, runner
 from commjax.core.base import Algorithm, State
-from commjax.devices import host_clients, parallel
+from commjax.devices import host_clients
+from commjax.devices.mesh import client_mesh
 from tests import registry, registry_cases
 from tests.registry import build
 
@@ -70,7 +71,7 @@ def test_another_method_s_hparams_or_state_a_dict_and_an_int_are_refused_by_ever
     other = State(Other(), state.clients), State(state.server, Other())
     kind = spec.hparams.__module__.removesuffix(".method").rpartition(".")[2] + ".HParams"
     runs = [runner.run, lambda *inputs: runner.loop(*inputs, progress=False)]
-    runs += [lambda *inputs: parallel.run(*inputs, parallel.client_mesh(2))]
+    runs += [lambda *inputs: runner.run(*inputs, mesh=client_mesh(2))]
     for run in runs:
         for hparams, got in (
             (dict(case.hparams._asdict()), "dict"),

@@ -18,7 +18,7 @@ from commjax.algorithms.fedp3 import sketched
 from commjax.core import base, runner
 from commjax.data import embedded, partition, stacked
 from commjax.data.stacked import ClientData
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh
 from commjax.integrations import optax as cj_optax
 from commjax.problems import constants, logistic
 
@@ -160,6 +160,6 @@ def test_two_devices_follow_one_for_hundreds_of_rounds():
     algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=0.1)), compressor)
     inputs = (jax.random.key(0), algorithm, hparams, algorithm.init(jnp.zeros(d), jnp.arange(n)), data, 400)
     one, seen = runner.run(*inputs)
-    two, found = parallel.run(*inputs, parallel.client_mesh(2))
+    two, found = runner.run(*inputs, mesh=client_mesh(2))
     np.testing.assert_allclose(found.loss, seen.loss, rtol=1e-12)
     np.testing.assert_allclose(two.server.params, one.server.params, rtol=1e-10, atol=1e-12)

@@ -22,7 +22,8 @@ import numpy as np
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import checkpoint, runner
-from commjax.devices import distributed, host_clients, parallel
+from commjax.devices import host_clients, hosts
+from commjax.devices.mesh import client_mesh
 from commjax.problems import quadratic
 
 D, N = 6, 4
@@ -63,24 +64,24 @@ def sweep(folder, rounds):
 
 def mesh(folder, rounds):
     algorithm, hparams, problem = method()
-    devices = parallel.client_mesh(2)
-    state = distributed.init(algorithm, np.ones(D), N, devices)
-    data = distributed.rows(problem, N, devices)
+    devices = client_mesh(2)
+    state = hosts.init(algorithm, np.ones(D), N, devices)
+    data = hosts.rows(problem, N, devices)
     key = jax.random.key(1)
-    state, record = distributed.loop(
+    state, record = runner.loop(
         key,
         algorithm,
         hparams,
         state,
         data,
         3 * rounds,
-        devices,
-        N,
+        mesh=devices,
+        n=N,
         chunk=3,
         checkpoint=folder / "file",
         progress=False,
     )
-    return distributed.gathered(state, N), record.metrics
+    return hosts.gathered(state, N), record.metrics
 
 
 def on_host(folder, rounds):
@@ -91,7 +92,9 @@ def on_host(folder, rounds):
     use = host_clients.reopen if (folder / "rows" / "server.safetensors").exists() else host_clients.start
     many = use(gradient, jnp.ones(D), 50, folder / "rows")
     hparams = ef_bv.HParams(0.01, 0.1, 0.5)
-    many, _ = host_clients.run(jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), 20)
+    many, _ = host_clients.run(
+        jax.random.key(1), gradient, hparams, many, fetch, rounds - int(many.server.round), size=20
+    )
     return many.server, many.rows
 
 

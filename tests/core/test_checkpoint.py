@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as to_bytes
 
-from commjax.core import checkpoint
+from commjax.core import checkpoint, identity
 from commjax.core.checkpoint import CheckpointError
 from tests.core.checkpoint_cases import HISTORY, IDENTITY, LIKE, saved, state
 
@@ -96,7 +96,7 @@ def test_garbage_is_refused(tmp_path, content):
 def content(loaded):
     """All that `load` returns, as bytes."""
     (found, history) = loaded
-    arrays = [*checkpoint._leaves(found).items(), *sorted(history.items())]
+    arrays = [*identity.leaves_by_name(found).items(), *sorted(history.items())]
     return [(name, str(array.dtype), array.shape, np.asarray(array).tobytes()) for name, array in arrays]
 
 
@@ -216,14 +216,14 @@ def test_tensors_that_do_not_fit_the_structure_are_refused(tmp_path, arrays, mes
 
 def test_a_fingerprint_tells_keys_hparams_types_and_parts_apart():
     key, hparams = jax.random.key(0), (0.1, jnp.asarray([1.0, 2.0]))
-    one = checkpoint.fingerprint(key, hparams, data={"x": np.ones(2)})
-    assert one == checkpoint.fingerprint(key, (jnp.asarray(0.1), np.array([1.0, 2.0])), data={"x": jnp.ones(2)})
+    one = identity.fingerprint(key, hparams, data={"x": np.ones(2)})
+    assert one == identity.fingerprint(key, (jnp.asarray(0.1), np.array([1.0, 2.0])), data={"x": jnp.ones(2)})
     assert one["hparams"] == "[0.1, [1.0, 2.0]]" and one["hparams type"] == "builtins.tuple"
     others = {
-        "key": checkpoint.fingerprint(jax.random.key(1), hparams, data={"x": np.ones(2)}),
-        "hparams": checkpoint.fingerprint(key, (0.1 + 1e-16, jnp.asarray([1.0, 2.0])), data={"x": np.ones(2)}),
-        "hparams type": checkpoint.fingerprint(key, list(hparams), data={"x": np.ones(2)}),
-        "data": checkpoint.fingerprint(key, hparams, data={"x": np.array([1.0, 1.0 + 1e-15])}),
+        "key": identity.fingerprint(jax.random.key(1), hparams, data={"x": np.ones(2)}),
+        "hparams": identity.fingerprint(key, (0.1 + 1e-16, jnp.asarray([1.0, 2.0])), data={"x": np.ones(2)}),
+        "hparams type": identity.fingerprint(key, list(hparams), data={"x": np.ones(2)}),
+        "data": identity.fingerprint(key, hparams, data={"x": np.array([1.0, 1.0 + 1e-15])}),
     }
     for name, other in others.items():
         assert {part for part in one if one[part] != other[part]} == {name}
@@ -241,21 +241,21 @@ def test_a_digest_changes_with_names_shapes_dtypes_and_texts():
         {"x": "b"},
     ]
     trees += [{"x": jax.random.key(seed)} for seed in (0, 1)]
-    digests = {checkpoint.digest(tree) for tree in trees}
+    digests = {identity.digest(tree) for tree in trees}
     assert len(digests) == len(trees) and {len(digest) for digest in digests} == {16}  # files of earlier runs hold them
 
 
 def test_a_large_array_is_read_once_and_forgotten_with_it(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_LARGE", 15)
-    reads, sha = [], checkpoint.hashlib.sha256
-    monkeypatch.setattr(checkpoint.hashlib, "sha256", lambda *data: reads.append(len(data)) or sha(*data))
+    monkeypatch.setattr(identity, "_LARGE", 15)
+    reads, sha = [], identity.hashlib.sha256
+    monkeypatch.setattr(identity.hashlib, "sha256", lambda *data: reads.append(len(data)) or sha(*data))
     x = jnp.arange(4.0)
-    one = checkpoint.digest({"x": x})
-    assert one == checkpoint.digest({"x": x}) and sum(reads) == 1
-    assert one == checkpoint.digest({"x": jnp.array(x)}) != checkpoint.digest({"x": x + 1})
-    assert one != checkpoint.digest({"x": x.reshape(2, 2)}) and one != checkpoint.digest({"y": x})
+    one = identity.digest({"x": x})
+    assert one == identity.digest({"x": x}) and sum(reads) == 1
+    assert one == identity.digest({"x": jnp.array(x)}) != identity.digest({"x": x + 1})
+    assert one != identity.digest({"x": x.reshape(2, 2)}) and one != identity.digest({"y": x})
     number = id(x)
-    assert checkpoint._seen[number][0]() is x
+    assert identity._seen[number][0]() is x
     del x
     gc.collect()
-    assert number not in checkpoint._seen
+    assert number not in identity._seen

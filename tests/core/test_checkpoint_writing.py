@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from commjax.core import checkpoint
+from commjax.core import checkpoint, files
 from commjax.core.checkpoint import CheckpointError
 from tests.core.checkpoint_cases import HISTORY, IDENTITY, LIKE, saved, state
 
@@ -40,7 +40,7 @@ def test_a_symbolic_link_stays_a_link_and_its_target_is_replaced(tmp_path):
 def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_path, monkeypatch):
     names, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda source, target: names.append(source.name) or replace(source, target))
-    checkpoint.write_atomically(tmp_path / "run", b"old")
+    files.write_atomically(tmp_path / "run", b"old")
     ours = [".run.0123abcd", ".run.ffffffff", *names]  # the last one is what a kill before `replace` leaves
     others = [
         ".run.0123abc",
@@ -57,15 +57,15 @@ def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_pat
     (tmp_path / ".run.11111111").mkdir()
     with open(living, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
-        checkpoint.write_atomically(tmp_path / "run", b"whole")
+        files.write_atomically(tmp_path / "run", b"whole")
         assert living.exists()
     found = {one.name for one in tmp_path.iterdir()}
     assert found == {"run", ".run.11111111", living.name, *others}
-    with checkpoint.writing(tmp_path / "run"):
+    with files.writing(tmp_path / "run"):
         assert not living.exists()
 
 
-LOCKED = "from commjax.core import checkpoint; import sys, time\nwith checkpoint.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
+LOCKED = "from commjax.core import files; import sys, time\nwith files.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_path):
@@ -77,18 +77,18 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_
         assert first.stdout is not None and first.stdout.readline() == b"1\n"
         message = rf"new/run is being written by process {first.pid} on .*allowed: one writer at a time"
         for name in (path, link):
-            with pytest.raises(CheckpointError, match=message), checkpoint.writing(name):
+            with pytest.raises(CheckpointError, match=message), files.writing(name):
                 pytest.fail("two writers")
-        with checkpoint.writing(path, lock=False), checkpoint.writing(None):
+        with files.writing(path, lock=False), files.writing(None):
             pass
     finally:
         first.kill()
         first.communicate()
     lock = path.with_name(".run.lock")
     assert lock.exists()
-    with checkpoint.writing(path):
+    with files.writing(path):
         assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} "), checkpoint.writing(link):
+        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} "), files.writing(link):
             pytest.fail("two writers in one process")
     assert not any(path.parent.iterdir())
 
@@ -104,17 +104,17 @@ def test_a_file_system_without_locks_is_said_and_a_lock_that_another_removed_is_
             lock.write_text("another's")
         return True
 
-    monkeypatch.setattr(checkpoint, "_try_flock", removed_once)
-    with checkpoint.writing(path):
+    monkeypatch.setattr(files, "_try_flock", removed_once)
+    with files.writing(path):
         assert len(calls) == 3 and lock.exists()
 
     def none(handle):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(checkpoint, "_try_flock", none)
+    monkeypatch.setattr(files, "_try_flock", none)
     with (
         pytest.warns(UserWarning, match=r"run: no lock on this file system .*No locks available"),
-        checkpoint.writing(path),
+        files.writing(path),
     ):
         checkpoint.save(path, LIKE, {}, {})
     monkeypatch.undo()
@@ -122,7 +122,7 @@ def test_a_file_system_without_locks_is_said_and_a_lock_that_another_removed_is_
     lock.mkdir()
     with (
         pytest.raises(CheckpointError, match=r"its lock file .*\.run\.lock cannot be opened"),
-        checkpoint.writing(path),
+        files.writing(path),
     ):
         pass
 
@@ -156,14 +156,14 @@ def test_the_new_file_is_complete_on_disk_before_it_takes_the_name(tmp_path, mon
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(os, "replace", spy_replace)
-    checkpoint.write_atomically(tmp_path / "file", b"12345")
+    files.write_atomically(tmp_path / "file", b"12345")
     assert events == ["file of 5", "replace", "folder"]
 
 
 def test_folders_are_made_and_files_have_ordinary_permissions(tmp_path):
     path = tmp_path / "new" / "deeper" / "file"
-    checkpoint.write_atomically(path, b"content")
+    files.write_atomically(path, b"content")
     (tmp_path / "plain").write_bytes(b"")
     assert path.read_bytes() == b"content" and path.stat().st_mode == (tmp_path / "plain").stat().st_mode
-    checkpoint.write_atomically(str(path), b"other")
+    files.write_atomically(str(path), b"other")
     assert path.read_bytes() == b"other" and len(list(path.parent.iterdir())) == 1

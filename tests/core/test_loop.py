@@ -8,8 +8,8 @@ import pytest
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import checkpoint as checkpoints
-from commjax.core import runner
-from commjax.devices import parallel
+from commjax.core import compiled, runner
+from commjax.devices.mesh import client_mesh, shard
 from tests import registry
 from tests.registry import build
 
@@ -175,7 +175,7 @@ def test_hyperparameters_of_equal_value_resume_whether_numbers_or_arrays(tmp_pat
 
 
 def test_a_run_on_several_devices_resumes_on_them(tmp_path):
-    start = parallel.shard(CASE.init(), parallel.client_mesh(4))
+    start = shard(CASE.init(), client_mesh(4))
     loop(2, state=start, checkpoint=tmp_path / "run")
     state, _ = loop(4, state=start, chunk=2, checkpoint=tmp_path / "run")
     assert len(state.clients.shift.devices()) == 4
@@ -272,7 +272,7 @@ def test_a_chunk_writes_over_its_start_and_the_caller_keeps_his_state():
     loop(4, chunk=2, state=state)
     same_bits(state, before)
     inputs = (KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 2)
-    memory = runner._run_in_place.lower(*inputs).compile().memory_analysis()
+    memory = compiled.run_in_place.lower(*inputs).compile().memory_analysis()
     rows = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= 0.8 * rows  # all but a few scalars
-    assert runner.compiled_run.lower(*inputs).compile().memory_analysis().alias_size_in_bytes == 0
+    assert compiled.compiled_run.lower(*inputs).compile().memory_analysis().alias_size_in_bytes == 0

@@ -10,7 +10,8 @@ from scipy import stats
 from commjax import compressors
 from commjax.algorithms import ef_bv, fedavg, scaffold
 from commjax.core import robust, rounds, runner
-from commjax.devices import host_clients, parallel
+from commjax.devices import host_clients
+from commjax.devices.mesh import AXIS, client_mesh
 from commjax.problems import quadratic
 from tests.registry import PROBLEM, VALUE_AND_GRAD, D, N, cast, start
 
@@ -87,8 +88,8 @@ def test_the_largest_number_of_a_message_is_the_root_of_the_largest_of_its_dtype
 def test_rows_of_all_devices_are_reduced_and_rows_that_fill_up_do_not_count(n, devices):
     rows = np.concatenate([ROWS["w"][:n], np.full((8 - n, 4, 2), 77.0)])
     rows[1] = np.nan
-    axis = parallel.AXIS if n == 8 else rounds.Axis(parallel.AXIS, n)
-    mesh, rows_of_device = parallel.client_mesh(devices), P(parallel.AXIS)
+    axis = AXIS if n == 8 else rounds.Axis(AXIS, n)
+    mesh, rows_of_device = client_mesh(devices), P(AXIS)
 
     def reduced(rows, losses):
         return rounds.reduced(robust.trimmed_mean(0.2), rows, losses, axis)
@@ -123,7 +124,7 @@ def test_a_method_with_a_robust_reducer_stays_with_the_honest_clients_on_any_num
     state, metrics = runner.run(*inputs, 30)
     assert distance(state) < 20 and np.isfinite(state.server.params).all()
     assert kind == "far" or np.isfinite(metrics.loss).all()
-    found, _ = parallel.run(*inputs, 30, parallel.client_mesh(3))
+    found, _ = runner.run(*inputs, 30, mesh=client_mesh(3))
     np.testing.assert_allclose(found.server.params, state.server.params, rtol=1e-10)
     plain = fedavg.fedavg(VALUE_AND_GRAD, steps=2, cohort=7)
     spoiled, _ = runner.run(KEY, plain, *inputs[2:], 30)
@@ -146,7 +147,7 @@ def test_a_reducer_where_silence_is_a_message_of_zeros_is_refused():
     algorithm = ef_bv.ef_bv(VALUE_AND_GRAD, compressors.identity(), reduce=robust.median())
     many = host_clients.start(algorithm, start(jnp.float64), N)
     with pytest.raises(ValueError, match=r"median of a cohort of the compressor would not count the absent clients"):
-        host_clients.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, lambda ids: None, 1, 3)
+        host_clients.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, lambda ids: None, 1, size=3)
 
 
 def test_the_mean_is_the_default_and_a_trimmed_mean_of_nothing_is_the_mean():

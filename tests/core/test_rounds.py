@@ -15,7 +15,7 @@ from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import rounds, runner
 from commjax.core.base import Message, Round, State
-from commjax.devices import parallel
+from commjax.devices.mesh import AXIS, client_mesh, shard_step
 
 ROWS = np.random.default_rng(0).standard_normal((8, 3))
 WEIGHTS = np.random.default_rng(1).uniform(0, 2, 8)
@@ -23,8 +23,8 @@ WEIGHTS = np.random.default_rng(1).uniform(0, 2, 8)
 
 def on_devices(function, devices, *rows):
     """function(*rows) under shard_map, its replicated result."""
-    mesh = parallel.client_mesh(devices)
-    specs = tuple(P(parallel.AXIS) for _ in rows)
+    mesh = client_mesh(devices)
+    specs = tuple(P(AXIS) for _ in rows)
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P())(*map(jnp.asarray, rows))
 
 
@@ -41,9 +41,9 @@ def test_the_mean_equals_numpy_with_and_without_weights(n, seed, weighted):
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_the_mean_is_over_the_clients_of_all_devices(devices):
-    found = on_devices(lambda rows: rounds.mean(rows, parallel.AXIS), devices, ROWS)
+    found = on_devices(lambda rows: rounds.mean(rows, AXIS), devices, ROWS)
     np.testing.assert_allclose(found, ROWS.mean(axis=0), rtol=1e-12)
-    found = on_devices(lambda rows, w: rounds.mean(rows, parallel.AXIS, w), devices, ROWS, WEIGHTS)
+    found = on_devices(lambda rows, w: rounds.mean(rows, AXIS, w), devices, ROWS, WEIGHTS)
     np.testing.assert_allclose(found, WEIGHTS @ ROWS / 8, rtol=1e-12)
 
 
@@ -60,17 +60,17 @@ def test_weights_of_another_number_are_refused_even_if_they_would_broadcast(coun
 
 
 def test_without_broadcast_the_gradient_at_a_replicated_value_is_summed_over_devices():
-    mesh = parallel.client_mesh(4)
+    mesh = client_mesh(4)
     targets = jnp.arange(4.0)
 
     def gradient(x, target, cure):
-        x = rounds.broadcast(x, parallel.AXIS) if cure else x
+        x = rounds.broadcast(x, AXIS) if cure else x
         grad = jax.grad(lambda x: jnp.sum((x - target) ** 2) / 2)(x)
-        return rounds.broadcast(grad, parallel.AXIS)[None] if not cure else grad[None]
+        return rounds.broadcast(grad, AXIS)[None] if not cure else grad[None]
 
     def per_device(cure):
         mapped = partial(gradient, cure=cure)
-        specs = {"mesh": mesh, "in_specs": (P(), P(parallel.AXIS)), "out_specs": P(parallel.AXIS)}
+        specs = {"mesh": mesh, "in_specs": (P(), P(AXIS)), "out_specs": P(AXIS)}
         return jax.shard_map(mapped, **specs)(jnp.asarray(10.0), targets)
 
     np.testing.assert_array_equal(per_device(cure=True), [10.0, 9.0, 8.0, 7.0])
@@ -88,8 +88,8 @@ def test_the_count_is_static_and_over_all_devices(devices):
     seen = []
 
     def counted(ids):
-        seen.append(rounds.count(ids, parallel.AXIS))
-        return rounds.mean(ids.astype(jnp.float64), parallel.AXIS)
+        seen.append(rounds.count(ids, AXIS))
+        return rounds.mean(ids.astype(jnp.float64), AXIS)
 
     on_devices(counted, devices, np.arange(8))
     assert set(seen) == {8} and isinstance(seen[0], int)
@@ -139,7 +139,7 @@ def toy():
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_a_federated_round_calls_each_part_with_what_it_promises(devices):
     algorithm, key = toy(), jax.random.key(3)
-    step = algorithm.step if devices is None else parallel.shard_step(algorithm, parallel.client_mesh(devices))
+    step = algorithm.step if devices is None else shard_step(algorithm, client_mesh(devices))
     state = algorithm.init(jnp.asarray(2.0), jnp.arange(8))
     data = jnp.arange(8.0) * 10
     for t in range(2):

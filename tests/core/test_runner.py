@@ -178,8 +178,8 @@ def test_every_round_draws_new_minibatches_and_the_same_ones_when_run_again():
 
     algorithm = ef_bv.ef_bv(value_and_grad, compressors.identity())
     state, data = algorithm.init(jnp.ones(2), jnp.arange(4)), tagged()
-    inputs = (KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), state, data, 12, runner.minibatches(1))
-    (_, first), (_, again) = runner.run(*inputs), runner.run(*inputs)
+    inputs = (KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), state, data, 12)
+    (_, first), (_, again) = (runner.run(*inputs, batch_fn=runner.minibatches(1)) for _ in range(2))
     np.testing.assert_array_equal(first.loss, again.loss)
     assert len(np.unique(np.asarray(first.loss))) > 4
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from commjax.core import checkpoint, signals
+from commjax.core import files, signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,9 +196,9 @@ def test_a_job_is_saved_says_so_and_ends_with_the_usual_status(tmp_path, job, nu
 SLOW = """
 import sys
 import jax, jax.numpy as jnp
-from commjax.core import checkpoint
+from commjax.core import files
 work = jax.jit(lambda x: jax.lax.fori_loop(0, 2**30, lambda i, x: jnp.tanh(x @ x), x))
-with checkpoint.writing(sys.argv[1]) as waiting:
+with files.writing(sys.argv[1]) as waiting:
     result = work(jnp.ones((200, 200)))
     print("ready", flush=True)
     waiting.wait(result)
@@ -214,5 +214,5 @@ def test_a_second_signal_ends_a_compiled_program_that_runs(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)
     assert process.returncode == -signal.SIGTERM
-    with checkpoint.writing(tmp_path / "file"):  # the lock went with it
+    with files.writing(tmp_path / "file"):  # the lock went with it
         pass

@@ -19,7 +19,7 @@ def nice_ef_bv(n, d=4):
 
 
 def run_of(many, rounds, fetch=lambda ids: ids[:, None] * np.ones(4)):
-    return host_clients.run(KEY, NICE, ef_bv.HParams(0.01, 0.1, 0.5), many, fetch, rounds, 5)
+    return host_clients.run(KEY, NICE, ef_bv.HParams(0.01, 0.1, 0.5), many, fetch, rounds, size=5)
 
 
 HPARAMS, WIDE = ef_bv.HParams(0.01, 0.1, 0.5), lambda ids: ids[:, None] * np.ones(4)

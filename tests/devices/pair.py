@@ -8,7 +8,8 @@ import sys
 import jax
 import numpy as np
 
-from commjax.devices import distributed, parallel
+from commjax.devices import hosts
+from commjax.devices.mesh import client_mesh
 
 ROUNDS, SEED = 2, 3
 
@@ -16,21 +17,21 @@ ROUNDS, SEED = 2, 3
 def main(address: str, process: int, path: str) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 1)
-    distributed.start(address, 2, process)
+    hosts.start(address, 2, process)
     from tests import registry  # computes at once, so after the start
 
-    mesh, found = parallel.client_mesh(), {}
+    mesh, found = client_mesh(), {}
     for name in registry.KINDS:
         case = registry.build(name)
         n = len(case.ids)
-        ids = distributed.own_ids(n, mesh)
+        ids = hosts.local_ids(n, mesh)
 
         rows = jax.tree.map(lambda leaf, ids=ids: np.asarray(leaf)[ids], (case.data, case.per_client))
-        data, per_client = distributed.rows(rows, n, mesh)
-        state = distributed.init(case.algorithm, case.params, n, mesh, **per_client)
+        data, per_client = hosts.rows(rows, n, mesh)
+        state = hosts.init(case.algorithm, case.params, n, mesh, **per_client)
         key = jax.random.key(SEED)
-        state, record = distributed.loop(
-            key, case.algorithm, case.hparams, state, data, ROUNDS, mesh, n, progress=False
+        state, record = runner.loop(
+            key, case.algorithm, case.hparams, state, data, ROUNDS, mesh=mesh, n=n, progress=False
         )
         found |= {f"{name}/server/{i}": leaf for i, leaf in enumerate(jax.tree.leaves(state.server))}
         rows = [leaf.addressable_data(0) for leaf in jax.tree.leaves(state.clients)]

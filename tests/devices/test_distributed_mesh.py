@@ -7,7 +7,8 @@ import pytest
 from commjax.core import runner
 from commjax.core.base import State
 from commjax.core.checkpoint import CheckpointError
-from commjax.devices import distributed, parallel
+from commjax.devices import hosts
+from commjax.devices.mesh import client_mesh
 from tests.registry import build
 
 KEY = jax.random.key(3)
@@ -15,16 +16,16 @@ CASE = build("ef-bv comp")
 N = len(CASE.ids)
 
 
-def on_mesh(devices, rounds, n=N, hparams=CASE.hparams, data=CASE.data, params=CASE.params, shift=None, **how):
-    mesh = parallel.client_mesh(devices)
-    ids = distributed.own_ids(n, mesh)
+def on_mesh(devices, rounds, *, n=N, hparams=CASE.hparams, data=CASE.data, params=CASE.params, shift=None, **options):
+    mesh = client_mesh(devices)
+    ids = hosts.local_ids(n, mesh)
     own, more = jax.tree.map(lambda leaf: np.asarray(leaf)[ids], (data, {} if shift is None else {"shift": shift}))
-    state = distributed.init(CASE.algorithm, params, n, mesh, **distributed.rows(more, n, mesh))
-    rows = distributed.rows(own, n, mesh)
-    state, record = distributed.loop(
-        KEY, CASE.algorithm, hparams, state, rows, rounds, mesh, n, **{"chunk": 2, "progress": False, **how}
+    state = hosts.init(CASE.algorithm, params, n, mesh, **hosts.rows(more, n, mesh))
+    rows = hosts.rows(own, n, mesh)
+    state, record = runner.loop(
+        KEY, CASE.algorithm, hparams, state, rows, rounds, mesh=mesh, n=n, **{"chunk": 2, "progress": False, **options}
     )
-    return distributed.gathered(state, n), record
+    return hosts.gathered(state, n), record
 
 
 def same(found, wanted):
@@ -69,40 +70,40 @@ def test_a_checkpoint_of_other_clients_data_or_numbers_is_refused(tmp_path):
         on_mesh(2, 4, hparams=CASE.hparams._replace(gamma=0.5), checkpoint=path)
     with pytest.raises(CheckpointError, match="start is"):
         on_mesh(2, 4, params=CASE.params + 1, checkpoint=path)
-    with pytest.raises(CheckpointError, match="data is"):  # a client that begins elsewhere
+    with pytest.raises(CheckpointError, match="clients is"):  # a client that begins elsewhere
         on_mesh(2, 4, shift=np.ones((N, len(CASE.params))), checkpoint=path)
     with pytest.raises(ValueError, match=r"num_rounds is 1, but .*run is in round 2 already"):
         on_mesh(2, 1, checkpoint=path)
 
 
 def test_rows_that_fill_up_the_devices_are_copies_of_the_last_client_and_are_cut_off():
-    mesh = parallel.client_mesh(3)
-    assert distributed.own_ids(7, mesh).tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    state = distributed.init(CASE.algorithm, CASE.params, 7, mesh)
+    mesh = client_mesh(3)
+    assert hosts.local_ids(7, mesh).tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+    state = hosts.init(CASE.algorithm, CASE.params, 7, mesh)
     assert state.clients.id.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    whole = distributed.gathered(state, 7)
+    whole = hosts.gathered(state, 7)
     assert whole.clients.id.tolist() == list(range(7))
-    again = distributed.scattered(whole, 7, parallel.client_mesh(2))
+    again = hosts.scattered(whole, 7, client_mesh(2))
     assert again.clients.id.tolist() == [*range(7), 6] and not again.clients.id.sharding.is_fully_replicated
     with pytest.raises(ValueError, match="n is 8 clients, the state has 7"):
-        distributed.scattered(whole, 8, mesh)
+        hosts.scattered(whole, 8, mesh)
 
 
 def test_rows_and_states_that_do_not_fit_are_refused():
-    mesh = parallel.client_mesh(2)
-    with pytest.raises(ValueError, match=r"this process has 8 of 8 clients \(see own_ids\), got 5 rows"):
-        distributed.rows(np.zeros((5, 2)), 8, mesh)
+    mesh = client_mesh(2)
+    with pytest.raises(ValueError, match=r"this process has 8 of 8 clients \(see local_ids\), got 5 rows"):
+        hosts.rows(np.zeros((5, 2)), 8, mesh)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
-        distributed.own_ids(0, mesh)
-    state = distributed.init(CASE.algorithm, CASE.params, 8, mesh)
+        hosts.local_ids(0, mesh)
+    state = hosts.init(CASE.algorithm, CASE.params, 8, mesh)
     with pytest.raises(ValueError, match="state has 8 rows, 9 clients on 2 devices are 10"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 9)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh=mesh, n=9)
     with pytest.raises(ValueError, match="data has 7 rows, 8 clients on 2 devices are 8"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh, 8)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh=mesh, n=8)
     with pytest.raises(ValueError, match="per_client has 7 rows, 8 clients on 2 devices are 8"):
-        distributed.init(CASE.algorithm, CASE.params, 8, mesh, shift=np.zeros((7, 11)))
+        hosts.init(CASE.algorithm, CASE.params, 8, mesh, shift=np.zeros((7, 11)))
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        distributed.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh, 8, chunk=0)
+        runner.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh=mesh, n=8, chunk=0)
 
 
 def test_a_run_that_diverges_says_so_and_is_not_saved(tmp_path):
@@ -119,13 +120,13 @@ def test_a_start_of_each_client_s_own_counts_every_client_once():
     case = build("ef21")
     wanted_state = case.algorithm.init(case.params, case.ids[:7], shift=case.per_client["shift"][:7])
     for devices in (2, 3):  # which do not divide 7
-        mesh = parallel.client_mesh(devices)
-        own = distributed.rows(np.asarray(case.per_client["shift"])[distributed.own_ids(7, mesh)], 7, mesh)
-        found = distributed.init(case.algorithm, case.params, 7, mesh, shift=own)
-        same(distributed.gathered(found, 7), jax.device_get(wanted_state))
+        mesh = client_mesh(devices)
+        own = hosts.rows(np.asarray(case.per_client["shift"])[hosts.local_ids(7, mesh)], 7, mesh)
+        found = hosts.init(case.algorithm, case.params, 7, mesh, shift=own)
+        same(hosts.gathered(found, 7), jax.device_get(wanted_state))
 
 
 def test_a_state_keeps_its_two_places(tmp_path):
-    state = distributed.init(CASE.algorithm, CASE.params, N, parallel.client_mesh(4))
+    state = hosts.init(CASE.algorithm, CASE.params, N, client_mesh(4))
     assert isinstance(state, State) and state.server.params.sharding.is_fully_replicated
     assert {piece.data.shape[0] for piece in state.clients.shift.addressable_shards} == {2}

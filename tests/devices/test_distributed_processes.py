@@ -14,8 +14,8 @@ import pytest
 
 from commjax.core import runner
 from commjax.data import libsvm, partition
-from commjax.data.local_rows import own_rows
-from commjax.devices import distributed
+from commjax.data.local_rows import local_rows
+from commjax.devices import hosts
 from experiments import launch
 from tests.devices import pair
 from tests.registry import KINDS, build
@@ -38,12 +38,12 @@ KEY = jax.random.key(3)
     ],
 )
 def test_a_process_that_is_alone_on_its_host_has_all_its_devices(environ, alone):
-    assert distributed._alone_on_host(environ) == alone
+    assert hosts._alone_on_host(environ) == alone
 
 
 def test_under_slurm_a_task_a_node_sees_all_gpus_and_a_task_a_gpu_its_own():
     code = (
-        "from commjax.devices import distributed; distributed.start(timeout=20); from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
+        "from commjax.devices import hosts; hosts.start(timeout=20); from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
         "print(CUDA_VISIBLE_DEVICES.value)"
     )
     quiet = {
@@ -87,18 +87,18 @@ def test_an_unreachable_coordinator_is_named_after_the_time_out():
     address = f"127.0.0.1:{launch.free_port()}"
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=f"coordinator {address} did not answer within 1 s"):
-        distributed.start(address, 2, 1, timeout=1)
+        hosts.start(address, 2, 1, timeout=1)
     assert 0.5 < time.monotonic() - began < 5
 
 
 def test_arguments_of_processes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="coordinator must be host:port, got 'here'"):
-        distributed.start("here", 2, 1)
+        hosts.start("here", 2, 1)
     for number in (-1, 2):
         with pytest.raises(ValueError, match=f"process_id must be from 0 to num_processes - 1 = 1, got {number}"):
-            distributed.start("127.0.0.1:1", 2, number)
+            hosts.start("127.0.0.1:1", 2, number)
     with pytest.raises(ValueError, match="coordinator, num_processes and process_id go together"):
-        distributed.start("127.0.0.1:1", 2)
+        hosts.start("127.0.0.1:1", 2)
 
 
 @pytest.fixture(scope="session")
@@ -180,13 +180,13 @@ def spoiled(file, own, path, n=9):
 def test_a_process_parses_the_rows_of_its_own_clients_only_and_they_are_the_rows(tmp_path, file, own):
     whole = libsvm.load(file)
     parts = partition.blocks(90, 9, seed=0)
-    dataset, mine, longest = own_rows(str(spoiled(file, own, tmp_path / "spoiled")), 9, np.array(own), 0)
+    dataset, mine, longest = local_rows(str(spoiled(file, own, tmp_path / "spoiled")), 9, np.array(own), 0)
     assert len(dataset.labels) == 10 * len(set(own)) and longest == 10
     for found, i in zip(mine, own, strict=True):
         np.testing.assert_array_equal(dataset.features[found], whole.features[parts[i]])
         np.testing.assert_array_equal(dataset.labels[found], whole.labels[parts[i]])
     with pytest.raises(ValueError, match="a finite number"):  # the next process's rows are rubbish
-        own_rows(str(tmp_path / "spoiled"), 9, np.array([(own[-1] + 1) % 9]), 0)
+        local_rows(str(tmp_path / "spoiled"), 9, np.array([(own[-1] + 1) % 9]), 0)
 
 
 @pytest.mark.long

@@ -51,7 +51,7 @@ def test_a_cohort_of_ef_bv_is_the_m_nice_compressor(inner, on_disk, tmp_path):
     many = host_clients.start(algorithm, start(jnp.float64), N, tmp_path / "rows" if on_disk else None)
     for _ in range(ROUNDS):
         state, metrics = step(KEY, hparams, state, DATA)
-        many, found = host_clients.run(KEY, algorithm, hparams, many, fetch, 1, M, draw=nice_members)
+        many, found = host_clients.run(KEY, algorithm, hparams, many, fetch, 1, size=M, draw=nice_members)
         np.testing.assert_allclose(many.server.params, state.server.params, rtol=1e-12)
         np.testing.assert_allclose(many.server.shift, state.server.shift, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(many.rows.shift, state.clients.shift, rtol=1e-12, atol=1e-14)
@@ -89,7 +89,7 @@ def test_runs_can_be_cut_and_depend_on_the_key_and_the_round_only():
         losses = []
         for length in lengths:
             many, metrics = host_clients.run(
-                key, algorithm, hparams, many, lambda ids: ids[:, None] * np.ones(4), length, 5
+                key, algorithm, hparams, many, lambda ids: ids[:, None] * np.ones(4), length, size=5
             )
             losses += metrics.loss.tolist()
         return np.asarray(many.server.params), many.rows.shift, losses
@@ -109,7 +109,7 @@ def test_only_members_are_fetched_and_written():
         asked.append(ids)
         return np.ones((len(ids), 4)) * (1 + ids[:, None])
 
-    many, _ = host_clients.run(KEY, algorithm, hparams, many, fetch, 3, 7)
+    many, _ = host_clients.run(KEY, algorithm, hparams, many, fetch, 3, size=7)
     assert [len(ids) for ids in asked] == [7, 7, 7] and all(np.all(np.diff(ids) > 0) for ids in asked)
     written = np.flatnonzero(many.rows.shift.any(axis=1))
     np.testing.assert_array_equal(written, np.unique(np.concatenate(asked)))
@@ -130,7 +130,7 @@ def test_the_memory_of_a_compiled_round_does_not_depend_on_the_number_of_clients
 def test_rows_on_disk_take_room_only_where_they_were_written(tmp_path):
     algorithm, hparams, _ = nice_ef_bv(2)
     many = host_clients.start(algorithm, jnp.ones(500), 20_000, tmp_path / "rows")
-    many, _ = host_clients.run(KEY, algorithm, hparams, many, lambda ids: np.ones((len(ids), 500)), 2, 10)
+    many, _ = host_clients.run(KEY, algorithm, hparams, many, lambda ids: np.ones((len(ids), 500)), 2, size=10)
     many.rows.shift.flush()
     (file,) = tmp_path.glob("rows/*.npy")
     assert file.stat().st_size > 20_000 * 500 * 8 and file.stat().st_blocks * 512 < file.stat().st_size / 50
@@ -160,18 +160,18 @@ def test_a_row_that_is_not_zero_is_every_client_s_start():
 def test_methods_whose_theory_has_no_cohort_are_refused():
     many = nice_ef_bv(10)[2]
     with pytest.raises(ValueError, match="it does not exchange once a round"):
-        host_clients.run(KEY, scafflix.scafflix(VALUE_AND_GRAD), None, many, fetch, 1, 2)
+        host_clients.run(KEY, scafflix.scafflix(VALUE_AND_GRAD), None, many, fetch, 1, size=2)
     with pytest.raises(ValueError, match="neither cohorts of its own nor a compressor"):
-        host_clients.run(KEY, scaffold.scaffold(VALUE_AND_GRAD, steps=1), None, many, fetch, 1, 2)
+        host_clients.run(KEY, scaffold.scaffold(VALUE_AND_GRAD, steps=1), None, many, fetch, 1, size=2)
 
 
 def test_a_size_that_does_not_fit_is_refused():
     algorithm, hparams, many = nice_ef_bv(10)
     for size in (None, 0, 11):
         with pytest.raises(ValueError, match=f"size must be between 1 and the number of clients n = 10, got {size}"):
-            host_clients.run(KEY, algorithm, hparams, many, fetch, 1, size)
+            host_clients.run(KEY, algorithm, hparams, many, fetch, 1, size=size)
     with pytest.raises(ValueError, match="size=4, but the algorithm was built with cohort=3"):
-        host_clients.run(KEY, fedavg.fedavg(VALUE_AND_GRAD, steps=1, cohort=3), None, many, fetch, 1, 4)
+        host_clients.run(KEY, fedavg.fedavg(VALUE_AND_GRAD, steps=1, cohort=3), None, many, fetch, 1, size=4)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         host_clients.start(algorithm, jnp.ones(2), 0)
 
@@ -183,7 +183,7 @@ def test_joint_compressors_are_refused_as_a_cohort_s_and_independent_ones_are_no
         joint = "nice" in name or "perm" in name
         refused = pytest.raises(ValueError, match=r"joins the clients .*allowed: one that is independent over clients")
         with refused if joint else contextlib.nullcontext():
-            host_clients.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, fetch, 0, 2)
+            host_clients.run(KEY, algorithm, ef_bv.HParams(0.1, 1.0, 1.0), many, fetch, 0, size=2)
 
 
 def test_batches_may_change_their_length_from_round_to_round_and_run_to_run(tmp_path):
@@ -197,7 +197,7 @@ def test_batches_may_change_their_length_from_round_to_round_and_run_to_run(tmp_
 
     many = host_clients.start(algorithm, jnp.ones(4), 50, tmp_path / "rows")
     for _ in range(2):
-        host_clients.run(KEY, algorithm, HPARAMS, many, fetch, 2, 5)
+        host_clients.run(KEY, algorithm, HPARAMS, many, fetch, 2, size=5)
         many = host_clients.reopen(algorithm, jnp.ones(4), 50, tmp_path / "rows")
     assert many.server.round == 4
 

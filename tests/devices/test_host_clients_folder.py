@@ -9,9 +9,9 @@ import pytest
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.core import checkpoint
+from commjax.core import checkpoint, files
 from commjax.core.checkpoint import CheckpointError
-from commjax.devices import host_clients
+from commjax.devices import host_clients, host_storage
 from tests.devices.host_clients_cases import HPARAMS, KEY, NICE, WIDE, nice_ef_bv, run_of
 
 
@@ -42,7 +42,7 @@ def equal(found, wanted):
 def test_an_interrupt_while_rows_are_written_is_made_good(on_disk, monkeypatch, tmp_path):
     wanted, _ = run_of(nice_ef_bv(50)[2], 5)
     many = host_clients.start(NICE, jnp.ones(4), 50, tmp_path / "rows" if on_disk else None)
-    put, calls = host_clients._put, count()
+    put, calls = host_storage.put, count()
 
     def half(store, ids, rows):
         if next(calls) == 2:
@@ -50,7 +50,7 @@ def test_an_interrupt_while_rows_are_written_is_made_good(on_disk, monkeypatch, 
             raise KeyboardInterrupt
         put(store, ids, rows)
 
-    monkeypatch.setattr(host_clients, "_put", half)
+    monkeypatch.setattr(host_storage, "put", half)
     with pytest.raises(host_clients.StoppedError, match="round 3: KeyboardInterrupt") as stopped:
         run_of(many, 5)
     equal(run_of(stopped.value.federation, 2)[0], wanted)
@@ -69,7 +69,7 @@ def test_a_folder_is_reopened_as_the_last_whole_round_left_it(monkeypatch, tmp_p
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_clients, "_put", killed)  # the server is written, and no row
+        patch.setattr(host_storage, "put", killed)  # the server is written, and no row
         with pytest.raises(SystemExit):
             run_of(many, 1)
     again = host_clients.reopen(NICE, jnp.ones(4), 50, folder)
@@ -117,7 +117,7 @@ def test_a_reopened_folder_refuses_another_run_by_name_and_stays_as_it_is(tmp_pa
     with pytest.raises(
         CheckpointError, match=f"server.safetensors belongs to another run: {name} is .* there, .* here"
     ):
-        host_clients.run(key, algorithm, hparams, again, fetch, 2, 4 if what == "size" else 5)
+        host_clients.run(key, algorithm, hparams, again, fetch, 2, size=4 if what == "size" else 5)
     assert files_of(tmp_path / "rows") == before
     equal(run_of(again, 3)[0], run_of(nice_ef_bv(50)[2], 5)[0])
 
@@ -186,7 +186,7 @@ def test_a_federation_that_is_no_longer_that_of_its_folder_is_refused(tmp_path):
         CheckpointError, match=r"has another server, in round 3, than the federation, in round 2; allowed"
     ):
         run_of(first, 1)
-    with checkpoint.writing(tmp_path / "rows" / "server.safetensors"):
+    with files.writing(tmp_path / "rows" / "server.safetensors"):
         for use in (lambda: run_of(second, 1), lambda: host_clients.reopen(NICE, jnp.ones(4), 50, tmp_path / "rows")):
             with pytest.raises(CheckpointError, match="is being written by process"):
                 use()
@@ -198,7 +198,7 @@ def test_a_start_that_was_killed_is_started_again_and_other_files_are_not_touche
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_clients, "_log", killed)
+        patch.setattr(host_storage, "log", killed)
         with pytest.raises(SystemExit):
             host_clients.start(NICE, jnp.ones(4), 50, tmp_path / "rows")
     (tmp_path / "rows" / ".server.safetensors.lock").write_text("of a killed process")

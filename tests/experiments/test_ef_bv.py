@@ -178,7 +178,7 @@ def test_ef_bv_needs_fewer_bits_than_ef21_on_real_data(name, k, xi, real_data, t
 
 def test_a_command_that_is_given_again_runs_no_finished_panel_twice(settings, monkeypatch):
     before = ef_bv.main_figure(settings)
-    monkeypatch.setattr(ef_bv_runs.runner, "_sweep_in_place", not_again)
+    monkeypatch.setattr(ef_bv_runs.runner.compiled, "sweep_in_place", not_again)
     again = ef_bv.main_figure(settings)
     for name, record in before.items():
         np.testing.assert_array_equal(record.metrics["loss"], again[name].metrics["loss"])

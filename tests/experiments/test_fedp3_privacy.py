@@ -79,7 +79,7 @@ def test_a_finished_command_is_not_run_twice(found, settings, monkeypatch):
     def again(*inputs, **options):
         raise AssertionError("a finished run was run again")
 
-    monkeypatch.setattr(driver.runner, "_sweep_in_place", again)
+    monkeypatch.setattr(driver.runner.compiled, "sweep_in_place", again)
     assert driver.curve(settings) == found
 
 

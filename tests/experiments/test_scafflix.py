@@ -68,7 +68,7 @@ def test_a_finished_command_is_not_run_twice(accelerated, settings, monkeypatch)
     def again(*inputs, **options):
         raise AssertionError("a finished run was run again")
 
-    monkeypatch.setattr(scafflix_runs.runner, "_sweep_in_place", again)
+    monkeypatch.setattr(scafflix_runs.runner.compiled, "sweep_in_place", again)
     assert scafflix.double_acceleration(settings) == accelerated
 
 

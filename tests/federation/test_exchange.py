@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commjax.core import runner
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, shard_step
 from commjax.federation import exchange
 from commjax.federation.envelope import HEADER_BYTES, RefusedError, unseal
 from tests.federation.exchange_cases import (
@@ -80,7 +80,7 @@ def test_every_method_that_exchanges_once_runs_on_letters_and_pays_what_the_ledg
 def test_the_trajectory_is_that_of_one_client_a_device_bit_for_bit():
     contract = quadratics(NICE)
     federation, state = Federation(contract, DATA), contract.init(jnp.arange(4))
-    step = parallel.shard_step(contract.algorithm, parallel.client_mesh(4))
+    step = shard_step(contract.algorithm, client_mesh(4))
     for _ in range(4):
         _, _, report = federation.round()
         state, metrics = step(jax.random.split(KEY)[0], contract.hparams, state, DATA)
@@ -101,7 +101,7 @@ def test_minibatches_are_drawn_as_in_a_run():
     for _ in range(3):
         federation.round()
     state = contract.init(jnp.arange(4))
-    state, _ = runner.run(KEY, contract.algorithm, contract.hparams, state, DATA, 3, half)
+    state, _ = runner.run(KEY, contract.algorithm, contract.hparams, state, DATA, 3, batch_fn=half)
     np.testing.assert_allclose(federation.server.params, state.server.params, rtol=1e-12)
 
 

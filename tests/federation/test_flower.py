@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.devices import parallel
+from commjax.devices.mesh import client_mesh, shard_step
 from commjax.federation import exchange
 from tests.federation.cluster import Cluster, family
 
@@ -44,7 +44,7 @@ def test_payloads_are_the_ledger_and_the_trajectory_is_the_simulations_bit_for_b
     assert len(rounds) == 2, log
     contract = task.contract(config)
     data = jax.tree.map(lambda *leaves: jnp.stack(leaves), *client_data(config))
-    step = parallel.shard_step(contract.algorithm, parallel.client_mesh(N))  # one client a device
+    step = shard_step(contract.algorithm, client_mesh(N))  # one client a device
     state, key = contract.init(jnp.arange(N)), jax.random.split(contract.key)[0]
     for seen in rounds:
         state, metrics = step(key, contract.hparams, state, data)

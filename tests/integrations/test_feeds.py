@@ -77,7 +77,7 @@ def test_a_federation_reads_its_cohorts_from_a_feed():
     algorithm = ef_bv.ef_bv(jax.value_and_grad(loss), compressors.identity())
     many = host_clients.start(algorithm, jnp.zeros(2), 3)
     key = jax.random.key(0)
-    _, metrics = host_clients.run(key, algorithm, ef_bv.HParams(0.05, 0.5, 1.0), many, feed_.fetch, 30, 2)
+    _, metrics = host_clients.run(key, algorithm, ef_bv.HParams(0.05, 0.5, 1.0), many, feed_.fetch, 30, size=2)
     names = list(SIZES)
     first = [examples(names[i])["y"].astype(float) for i in host_clients.members(key, 0, 3, 2)]
     np.testing.assert_allclose(metrics.loss[0], np.mean([np.mean(y**2) for y in first]), rtol=1e-12)

@@ -16,7 +16,7 @@ from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import checkpoint, rounds
 from commjax.core.base import State
-from commjax.devices import parallel
+from commjax.devices.mesh import AXIS, client_mesh
 from commjax.integrations import optax as cj_optax
 from commjax.problems import quadratic
 from tests.registry import COMPRESSORS, PROBLEM, VALUE_AND_GRAD, D, N, start
@@ -102,11 +102,11 @@ def test_with_sgd_behind_it_the_aggregator_is_ef_bv_bit_for_bit(method):
 @ALL
 @pytest.mark.parametrize("devices", [2, 8])
 def test_sharded_jit_does_not_change_the_trajectory(method, devices):
-    tx, mesh = transformation(method, cj_optax.ef_bv), parallel.client_mesh(devices)
+    tx, mesh = transformation(method, cj_optax.ef_bv), client_mesh(devices)
     params = jax.device_put(start(jnp.float64), NamedSharding(mesh, P()))
     state = tx.init(params)
     state = jax.device_put(state, cj_optax.shardings(state, mesh))
-    data = jax.device_put(DATA, NamedSharding(mesh, P(parallel.AXIS)))
+    data = jax.device_put(DATA, NamedSharding(mesh, P(AXIS)))
     step = per_client_step(tx)
     for one in wanted(method):
         params, state = step(params, state, data)
@@ -116,7 +116,7 @@ def test_sharded_jit_does_not_change_the_trajectory(method, devices):
 
 @ALL
 def test_shard_map_with_one_client_a_device_does_not_change_the_trajectory(method):
-    tx, mesh = transformation(method, cj_optax.ef_bv_mean), parallel.client_mesh(N)
+    tx, mesh = transformation(method, cj_optax.ef_bv_mean), client_mesh(N)
     params = start(jnp.float64)
     state = tx.init(params)
     specs = cj_optax.specs(state)
@@ -143,7 +143,7 @@ def test_pmap_with_one_client_a_device_does_not_change_the_trajectory(method):
 
 
 def test_several_clients_a_device_under_shard_map_do_not_change_the_trajectory():
-    tx, mesh = transformation("m-nice", cj_optax.ef_bv, axis_name=cj_optax.AXIS), parallel.client_mesh(4)
+    tx, mesh = transformation("m-nice", cj_optax.ef_bv, axis_name=cj_optax.AXIS), client_mesh(4)
     params = start(jnp.float64)
     state = tx.init(params)
     specs = cj_optax.specs(state)
@@ -208,9 +208,7 @@ def test_a_compressor_as_an_aggregator_numbers_clients_over_devices():
     grads = jnp.asarray(np.random.default_rng(0).standard_normal((N, D)))
     single = cj_optax.compressed_mean(COMPRESSORS["perm-k"], N, KEY)
     several = cj_optax.compressed_mean(COMPRESSORS["perm-k"], N, KEY, cj_optax.AXIS)
-    mapped = jax.shard_map(
-        several.update, mesh=parallel.client_mesh(4), in_specs=(P(cj_optax.AXIS), P()), out_specs=(P(), P())
-    )
+    mapped = jax.shard_map(several.update, mesh=client_mesh(4), in_specs=(P(cj_optax.AXIS), P()), out_specs=(P(), P()))
     found, state = jax.jit(mapped)(grads, several.init(grads[0]))
     wanted, _ = single.update(grads, single.init(grads[0]))
     np.testing.assert_allclose(found, wanted, rtol=1e-14)
@@ -293,7 +291,7 @@ def test_another_number_of_devices_than_clients_is_refused():
     specs = cj_optax.specs(state)
     mapped = jax.shard_map(
         lambda grads, state: tx.update(grads[0], state),
-        mesh=parallel.client_mesh(4),
+        mesh=client_mesh(4),
         in_specs=(P(cj_optax.AXIS), specs),
         out_specs=(P(), specs),
     )
@@ -310,9 +308,7 @@ def test_a_gradient_that_shard_map_has_summed_already_is_refused():
         grad = jax.grad(lambda x: jnp.sum(x * data[0]))(params)
         return tx.update(grad, state)
 
-    mapped = jax.shard_map(
-        step, mesh=parallel.client_mesh(4), in_specs=(P(), specs, P(cj_optax.AXIS)), out_specs=(P(), specs)
-    )
+    mapped = jax.shard_map(step, mesh=client_mesh(4), in_specs=(P(), specs, P(cj_optax.AXIS)), out_specs=(P(), specs))
     with pytest.raises(ValueError, match=r"summed already.  Take it at rounds.broadcast\(params, axis_name\)"):
         mapped(jnp.ones(4), state, jnp.ones((4, 4)))
 
@@ -338,5 +334,5 @@ def test_specs_and_axes_split_the_clients_only():
     specs, axes = cj_optax.specs(state, "data"), cj_optax.axes(state)
     assert specs[0] == State(P(), P("data")) and axes[0] == State(None, 0)
     assert jax.tree.leaves(specs[1:]) == [P()] and jax.tree.leaves(axes) == [0]
-    placed = cj_optax.shardings(state, parallel.client_mesh(2))
+    placed = cj_optax.shardings(state, client_mesh(2))
     assert placed[0].clients.spec == P(cj_optax.AXIS) and placed[0].server.spec == P()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from commjax.core import rounds
 from commjax.core.base import Message, State
-from commjax.devices import parallel
+from commjax.devices.mesh import AXIS, client_mesh, shard_step
 from commjax.prox import cohort
 from commjax.sampling import samplings
 
@@ -47,12 +47,12 @@ def test_whether_a_client_takes_part_does_not_depend_on_the_order_of_ids():
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_the_devices_agree_on_who_takes_part_and_weigh_them_to_a_mean(devices):
     def drawn(ids):
-        drawn_cohort = rounds.cohort(KEY, ids, 3, parallel.AXIS)
+        drawn_cohort = rounds.cohort(KEY, ids, 3, AXIS)
         assert drawn_cohort.at is None
         return drawn_cohort.member, drawn_cohort.weights
 
-    spec = P(parallel.AXIS)
-    mesh = parallel.client_mesh(devices)
+    spec = P(AXIS)
+    mesh = client_mesh(devices)
     member, weights = jax.shard_map(drawn, mesh=mesh, in_specs=(spec,), out_specs=(spec, spec))(IDS)
     np.testing.assert_array_equal(member, rounds.cohort_members(KEY, IDS, N, 3))
     np.testing.assert_allclose(weights, np.where(member, N / 3, 0), rtol=1e-15)
@@ -122,7 +122,7 @@ def toy(size, over=jax.vmap):
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_federated_round_is_the_members_mean_and_bits_are_shared_among_all(devices, size):
     algorithm = toy(size)
-    step = algorithm.step if devices is None else parallel.shard_step(algorithm, parallel.client_mesh(devices))
+    step = algorithm.step if devices is None else shard_step(algorithm, client_mesh(devices))
     state, data = algorithm.init(jnp.asarray(2.0), IDS), jnp.arange(8.0) * 10
     x, visits = 2.0, np.zeros(N)
     for t in range(3):

@@ -19,7 +19,7 @@ import numpy as np
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.data import stacked
-from commjax.data.local_rows import own_rows
+from commjax.data.local_rows import local_rows
 from commjax.federation.envelope import RefusedError
 from commjax.federation.exchange import Contract
 from commjax.problems import constants, logistic
@@ -31,7 +31,7 @@ def own(name: str, n: int, id: int, mu: float, seed: int):
 
     The rows are padded to the size of the largest client, so that one compiled program serves all.
     """
-    dataset, mine, longest = own_rows(name, n, [id], seed)
+    dataset, mine, longest = local_rows(name, n, [id], seed)
     L_i = float(logistic.constants(dataset, mine, mu).L_i[0])
     return jax.tree.map(lambda leaf: leaf[0], stacked.stack(dataset, mine, longest)), L_i
 

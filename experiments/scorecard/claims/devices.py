@@ -22,8 +22,10 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp
 from commjax import compressors
-from commjax.devices import parallel
+from commjax.devices.collectives import bytes_up, collectives
+from commjax.devices.mesh import client_mesh, pad_rows
 from commjax.core import runner
+from commjax.core.compiled import compiled_run
 from commjax.algorithms import ef_bv
 from commjax.problems import quadratic
 
@@ -36,15 +38,15 @@ state, key = algorithm.init(jnp.ones(40), jnp.arange({N})), jax.random.key(0)
 wanted = runner.run(key, algorithm, hparams, state, data, 60)[0].server.params
 found = {{}}
 for devices in {DEVICES}:
-    mesh = parallel.client_mesh(devices)
+    mesh = client_mesh(devices)
     # The rows are padded first, as each process does it: {N} of them are clients.  \
 What is measured is the program that runs.
-    rows, even = parallel.pad_rows((state.clients, data), devices)
+    rows, even = pad_rows((state.clients, data), devices)
     begin = state._replace(clients=rows)
-    program = parallel.compiled_run.lower(key, algorithm, hparams, begin, even, 60, mesh, n={N}).compile()
-    params, moved = program(key, hparams, begin, even)[0].server.params, parallel.collectives(program)
+    program = compiled_run.lower(key, algorithm, hparams, begin, even, 60, mesh=mesh, n={N}).compile()
+    params, moved = program(key, hparams, begin, even)[0].server.params, collectives(program)
     found[devices] = (float(jnp.abs(params - wanted).max()), moved.bytes, sum(moved.counts.values()))
-print(json.dumps([found, parallel.bytes_up(algorithm, hparams, state, data), float(jnp.abs(wanted).max())]))
+print(json.dumps([found, bytes_up(algorithm, hparams, state, data), float(jnp.abs(wanted).max())]))
 """
 
 
@@ -85,7 +87,7 @@ def bytes_are_the_formula() -> Claim:
     texts = ", ".join(f"{number}: {bytes_} in {count}" for number, (_, bytes_, count) in several.items())
     return Claim(
         METHOD,
-        "A round reduces one message, its price and one loss over the devices",
+        "A round reduces one message, its bits and one loss over the devices",
         "ours",
         f"{formula} bytes",
         f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",

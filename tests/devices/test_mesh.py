@@ -1,13 +1,25 @@
-"""Bad arguments of `commjax.devices.parallel`; that devices do not change a trajectory is in `tests/conformance`."""
+"""Bad arguments of `commjax.devices.mesh`; that devices do not change a trajectory is in `tests/conformance`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commjax.core import runner
+from commjax.core import placement, runner
 from commjax.core.base import Axis, State
-from commjax.devices import parallel
+from commjax.core.compiled import compiled_sweep
+from commjax.devices.collectives import collectives
+from commjax.devices.mesh import (
+    AXIS,
+    client_mesh,
+    jit_step,
+    merge_rows,
+    pad_rows,
+    pmap_step,
+    shard,
+    shard_step,
+    split_rows,
+)
 from tests.registry import build
 
 CASE = build("gd")
@@ -23,24 +35,24 @@ def six_clients():
 def test_a_number_of_devices_that_is_not_there_is_refused(count):
     message = rf"num_devices must be between 1 and the 8 available, got {count}"
     with pytest.raises(ValueError, match=message):
-        parallel.client_mesh(count)
+        client_mesh(count)
     with pytest.raises(ValueError, match=message):
-        parallel.pmap_step(CASE.algorithm, count)
+        pmap_step(CASE.algorithm, count)
 
 
 def test_the_mesh_has_the_first_devices_and_by_default_all():
-    assert parallel.client_mesh().size == jax.device_count() == 8
-    assert list(parallel.client_mesh(3).devices) == jax.devices()[:3]
-    assert parallel.client_mesh(2).axis_names == (parallel.AXIS,)
+    assert client_mesh().size == jax.device_count() == 8
+    assert list(client_mesh(3).devices) == jax.devices()[:3]
+    assert client_mesh(2).axis_names == (AXIS,)
 
 
 def test_rows_that_do_not_divide_over_the_devices_are_padded_with_the_last_and_lie_whole_on_each():
     state, _ = six_clients()
-    assert parallel.pad_rows(state.clients, 4).id.tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
-    assert parallel.pad_rows(state.clients, 3).id is state.clients.id
+    assert pad_rows(state.clients, 4).id.tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
+    assert pad_rows(state.clients, 3).id is state.clients.id
     with pytest.raises(ValueError, match="6 rows do not divide over 4 devices; see pad_rows"):
-        parallel.split_rows(state.clients, 4)
-    placed = parallel.shard(state, parallel.client_mesh(4))
+        split_rows(state.clients, 4)
+    placed = shard(state, client_mesh(4))
     assert placed.clients.id.sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, placed, state)
 
@@ -50,8 +62,8 @@ def test_only_a_given_number_of_rows_are_clients():
     five = State(state.server, jax.tree.map(lambda leaf: leaf[:5], state.clients))
     wanted, metrics = runner.run(KEY, CASE.algorithm, CASE.hparams, five, jax.tree.map(lambda leaf: leaf[:5], data), 3)
     for devices in (2, 3, 4):
-        mesh = parallel.client_mesh(devices)
-        found, seen = parallel.run(KEY, CASE.algorithm, CASE.hparams, state, data, 3, mesh, n=5)
+        mesh = client_mesh(devices)
+        found, seen = runner.run(KEY, CASE.algorithm, CASE.hparams, state, data, 3, mesh=mesh, n=5)
         np.testing.assert_allclose(found.server.params, wanted.server.params, rtol=1e-12)
         np.testing.assert_allclose(seen.loss, metrics.loss, rtol=1e-12)
 
@@ -59,7 +71,7 @@ def test_only_a_given_number_of_rows_are_clients():
 @pytest.mark.parametrize("n", [-1, 0, 7, 100])
 def test_more_clients_than_rows_and_none_are_refused(n):
     with pytest.raises(ValueError, match=f"n must be between 1 and the 6 rows, got {n}"):
-        parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, parallel.client_mesh(2), n=n)
+        runner.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh=client_mesh(2), n=n)
 
 
 @pytest.mark.parametrize("name", ["gd", "sppm-as"])
@@ -68,49 +80,42 @@ def test_settings_that_are_dealt_out_to_devices_are_the_same_sweep(name, devices
     case = build(name)
     grid = runner.stack([case.hparams._replace(gamma=case.hparams.gamma * scale) for scale in (0.2, 0.4, 0.6, 0.8, 1)])
     inputs = (jax.random.split(KEY, 2), case.algorithm, grid, case.init(), case.data, 3)
-    states, metrics = parallel.sweep(*inputs, parallel.client_mesh(devices), at_once=at_once)
+    states, metrics = runner.sweep(*inputs, mesh=client_mesh(devices), at_once=at_once)
     assert len(metrics.loss.sharding.device_set) == devices and metrics.loss.shape == (5, 2, 3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), (states, metrics), runner.sweep(*inputs))
 
 
-def test_of_a_sweep_on_devices_only_results_travel_and_it_refuses_what_a_sweep_refuses():
-    grid, keys, mesh = runner.stack([CASE.hparams] * 4), jax.random.split(KEY, 2), parallel.client_mesh(2)
-    rest = CASE.init(), CASE.data, 2, mesh
-    compiled = parallel.compiled_sweep.lower(keys, CASE.algorithm, grid, *rest).compile()
-    moved, results = (
-        parallel.collectives(compiled),
-        jax.eval_shape(parallel.compiled_sweep, keys, CASE.algorithm, grid, *rest),
-    )
-    assert set(moved.counts) == {"all-gather"}
-    assert moved.bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
-    states, metrics = parallel.sweep(
-        keys, CASE.algorithm, grid, *rest[:2], 0, mesh
-    )  # no rounds, and nothing has happened
+def test_of_a_sweep_on_devices_nothing_travels_and_it_refuses_what_a_sweep_refuses():
+    grid, keys, mesh = runner.stack([CASE.hparams] * 4), jax.random.split(KEY, 2), client_mesh(2)
+    place, rest = placement.Settings(mesh, 4, 2), (CASE.init(), CASE.data, 2)
+    inputs = keys, CASE.algorithm, place.deal(grid), place.start(CASE.init()), place.data(CASE.data), 2
+    assert collectives(compiled_sweep.lower(*inputs, mesh=mesh).compile()).counts == {}
+    states, metrics = runner.sweep(keys, CASE.algorithm, grid, *rest[:2], 0, mesh=mesh)  # no rounds
     assert metrics.loss.shape == (4, 2, 0) and np.all(states.server.round == 0)
     with pytest.raises(ValueError, match="at_once=0; allowed: at least 1"):
-        parallel.sweep(keys, CASE.algorithm, grid, *rest, at_once=0)
+        runner.sweep(keys, CASE.algorithm, grid, *rest, at_once=0, mesh=mesh)
     with pytest.raises(ValueError, match="one leading axis for all"):
-        parallel.sweep(keys, CASE.algorithm, CASE.hparams, *rest)
+        runner.sweep(keys, CASE.algorithm, CASE.hparams, *rest, mesh=mesh)
     with pytest.raises(TypeError, match="a row of keys"):
-        parallel.sweep(KEY, CASE.algorithm, grid, *rest)
+        runner.sweep(KEY, CASE.algorithm, grid, *rest, mesh=mesh)
 
 
 def test_a_mesh_with_other_axes_is_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"))
-    for make in (parallel.shard_step, parallel.jit_step):
+    for make in (shard_step, jit_step):
         with pytest.raises(ValueError, match=r"mesh must have the one axis 'clients' .*got \('data', 'model'\)"):
             make(CASE.algorithm, mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
-        parallel.shard(CASE.init(), mesh)
+        shard(CASE.init(), mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
-        parallel.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh)
+        runner.run(KEY, CASE.algorithm, CASE.hparams, *six_clients(), 1, mesh=mesh)
     with pytest.raises(ValueError, match="mesh must have the one axis"):
-        parallel.sweep(KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), *six_clients(), 1, mesh)
+        runner.sweep(KEY[None], CASE.algorithm, runner.stack([CASE.hparams]), *six_clients(), 1, mesh=mesh)
 
 
 def test_the_names_of_padded_axes_differ_with_the_number_of_clients():
-    six, seven = Axis(parallel.AXIS, 6), Axis(parallel.AXIS, 7)
-    assert six != seven and hash(six) == hash(Axis(parallel.AXIS, 6)) and six == Axis(parallel.AXIS, 6)
+    six, seven = Axis(AXIS, 6), Axis(AXIS, 7)
+    assert six != seven and hash(six) == hash(Axis(AXIS, 6)) and six == Axis(AXIS, 6)
 
 
 HLO = """
@@ -133,7 +138,7 @@ def test_bytes_of_collectives_are_read_from_the_program():
         def as_text(self):
             return HLO
 
-    found = parallel.collectives(Compiled())
+    found = collectives(Compiled())
     assert found.counts == {"all-reduce": 3, "all-gather": 3, "collective-permute": 2, "all-to-all": 1}
     sizes = {"a": 3 * 4 * 4 + 8, "b": 16, "c": 5, "e": 32, "f": 32 + 12, "g": 14, "h": 20 + 24, "i": 9, "j": 2}
     assert found.bytes == sum(sizes.values())
@@ -141,14 +146,14 @@ def test_bytes_of_collectives_are_read_from_the_program():
 
 def test_splitting_rows_over_devices_keeps_their_order_and_merging_undoes_it():
     rows = {"id": jnp.arange(6), "x": jnp.arange(24.0).reshape(6, 2, 2)}
-    split = parallel.split_rows(rows, 3)
+    split = split_rows(rows, 3)
     assert split["id"].tolist() == [[0, 1], [2, 3], [4, 5]] and split["x"].shape == (3, 2, 2, 2)
-    merged = parallel.merge_rows(split)
+    merged = merge_rows(split)
     jax.tree.map(np.testing.assert_array_equal, merged, rows)
 
 
 def test_a_sharded_state_has_the_server_everywhere_and_each_client_once():
-    state = parallel.shard(CASE.init(), parallel.client_mesh(4))
+    state = shard(CASE.init(), client_mesh(4))
     assert state.server.params.sharding.is_fully_replicated
     pieces = state.clients.shift.addressable_shards
     assert sorted(piece.data.shape[0] for piece in pieces) == [2, 2, 2, 2]
@@ -156,7 +161,10 @@ def test_a_sharded_state_has_the_server_everywhere_and_each_client_once():
     jax.tree.map(np.testing.assert_array_equal, state, CASE.init())
 
 
-def test_a_run_on_a_mesh_that_does_not_stay_finite_is_an_error_with_its_round():
+def test_a_loop_on_a_mesh_that_does_not_stay_finite_is_an_error_with_its_round():
     spoiled = CASE.data._replace(c=CASE.data.c.at[3, 2].set(jnp.nan))
+    inputs = KEY, CASE.algorithm, CASE.hparams, CASE.init(), spoiled, 2
     with pytest.raises(runner.DivergedError, match=r"the loss is not finite in round 0 with HParams\("):
-        parallel.run(KEY, CASE.algorithm, CASE.hparams, CASE.init(), spoiled, 2, parallel.client_mesh(2))
+        runner.loop(*inputs, mesh=client_mesh(2), progress=False)
+    with pytest.raises(ValueError, match="n=3 without a mesh"):
+        runner.run(*inputs, n=3)

@@ -1,0 +1,155 @@
+"""Files that are written atomically, by one process at a time."""
+
+import errno
+import os
+import re
+import secrets
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from commjax.core import signals
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or written, or it belongs to another run."""
+
+
+def _target(path: str | Path) -> Path:
+    """The file that a chain of symbolic links leads to.  It need not exist."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
+
+
+def _try_flock(handle: int) -> bool:
+    """Lock an open file for this process.
+
+    False if another process holds the lock; OSError if the file system has no locks.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_orphans(path: Path) -> None:
+    """Remove the temporary files that killed writers of `path` left.  A running writer holds a lock on its file."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}")
+    for entry in os.scandir(path.parent):
+        if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            with suppress(OSError), open(entry.path, "rb") as file:
+                if _try_flock(file.fileno()):
+                    os.unlink(entry.path)
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Write a file so that a reader finds either the old or the new content, even after a power cut.
+
+    Temporary files that killed writers of the same path left are removed.
+
+    Args:
+        path: The file to write.  If it is a symbolic link, the file that it leads to is replaced.
+        data: The new content.
+
+    Returns:
+        None.
+    """
+    path = _target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_orphans(path)
+    # Files of `tempfile` would be readable by their owner only.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            with suppress(OSError):  # the file system may have no locks
+                _try_flock(file.fileno())
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _acquire(lock: Path, path: Path) -> int | None:
+    """Open and lock the lock file.
+
+    Returns the handle, or None if nobody can write or lock there.  CheckpointError if another process holds the lock.
+    """
+    while True:
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if lock.exists() or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise CheckpointError(f"{path}: its lock file {lock} cannot be opened: {error}") from error
+            return None  # nobody can write into this folder; `save` raises the error
+        try:
+            if not _try_flock(handle):
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+                raise CheckpointError(f"{path} is being written by {holder}; allowed: one writer at a time")
+            if lock.exists() and os.path.samestat(os.fstat(handle), os.stat(lock)):
+                with suppress(OSError):  # on a full disk the lock holds without the text
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                return handle
+        except FileNotFoundError:
+            pass  # the last holder has just removed it: try again
+        except OSError as error:
+            os.close(handle)
+            warnings.warn(
+                f"{path}: no lock on this file system ({error}); a second writer is not noticed", stacklevel=4
+            )
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+@contextmanager
+def writing(path: str | Path | None, lock: bool = True) -> Iterator[signals.Deferred]:
+    """Be the only writer of a checkpoint, and hold SIGTERM and SIGINT back until it is written.
+
+    The lock is on a file `.NAME.lock` beside the checkpoint.  It ends with the process, even if that is killed; a lock
+    file that is left over does no harm.
+
+    Args:
+        path: The checkpoint, which need not exist.  None takes no lock and holds no signal back.
+        lock: False in the processes of a job that do not write.
+
+    Returns:
+        A context that yields a `signals.Deferred`: call its `act` after each save.  A second writer gets a
+        CheckpointError that names the first.
+    """
+    if path is None:
+        yield signals.Deferred()
+        return
+    with _locked(_target(path)) if lock else nullcontext(), signals.deferred() as deferred:
+        yield deferred
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    handle = _acquire(lock, path)
+    try:
+        _remove_orphans(path)
+        yield
+    finally:
+        if handle is not None:
+            lock.unlink(missing_ok=True)
+            os.close(handle)
