@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from commjax.core.base import (
     Algorithm,
+    ClientId,
     Codec,
     Compressor,
     Exchange,
@@ -33,6 +34,53 @@ class PaddedAxis(str):
     """
 
     n: int
+
+
+class RoundKeys(NamedTuple):
+    """The keys of one round.  All parties can compute them from the key of the run.
+
+    Attributes:
+        shared: key of the round.  Compressors draw from it.
+        cohort: key of the draw of the clients that take part.
+        server: key of what the server draws.
+    """
+
+    shared: Key
+    cohort: Key
+    server: Key
+
+    def client(self, id: ClientId) -> Key:
+        """Key of one client in this round.
+
+        Args:
+            id: the client's number, from 0 to n - 1.
+
+        Returns:
+            A key that differs from those of the other clients and from `cohort` and `server`.
+        """
+        return jax.random.fold_in(self.shared, id)
+
+
+def keys(key: Key, round: int | Int[Array, ""], n: int) -> RoundKeys:
+    """Derive the keys of a round.
+
+        shared = fold_in(key, round),  client i: fold_in(shared, i),  cohort: fold_in(shared, n),
+        server: fold_in(shared, n + 1)
+
+    Args:
+        key: key of the run.
+        round: number of the round.
+        n: number of clients.
+
+    Returns:
+        The keys.
+
+    >>> derived = keys(jax.random.key(0), 3, 10)
+    >>> bool(derived.cohort == derived.client(10)), bool(derived.server == derived.client(11))
+    (True, True)
+    """
+    shared = jax.random.fold_in(key, round)
+    return RoundKeys(shared, jax.random.fold_in(shared, n), jax.random.fold_in(shared, n + 1))
 
 
 def broadcast(server: PyTree, axis_name: str | None = None) -> PyTree:
@@ -471,14 +519,14 @@ def federated(
 
     def step(key, hparams, state, batch, *, axis_name=None):
         check_rows(batch, len(state.clients.id))
-        key_round = jax.random.fold_in(key, state.server.round)
         n = count(state.clients.id, axis_name)
-        here = cohort(jax.random.fold_in(key_round, n), state.clients.id, cohort_size, axis_name)
+        derived = keys(key, state.server.round, n)
+        here = cohort(derived.cohort, state.clients.id, cohort_size, axis_name)
         received = broadcast(state.server, axis_name)
 
         def one(client, data):
-            send = partial(message_of, exchange, key_round, id=client.id, n=n)
-            round = Round(key_round, client.id, n, send, run=key)
+            send = partial(message_of, exchange, derived.shared, id=client.id, n=n)
+            round = Round(derived.shared, client.id, n, send, run=key)
             return client_step(round, hparams, received, client, data)
 
         rows, message, loss = over(one)(here.take(state.clients), here.take(batch))
