@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedcr
-from commjax.algorithms.fedcr import layers as fedcr_layers
 from commjax.algorithms.fedcr import distributions, method
+from commjax.algorithms.fedcr import layers as fedcr_layers
 from commjax.algorithms.fedp3 import layers, plans, submodels
 from commjax.data.stacked import Examples
 

@@ -154,7 +154,7 @@ class ClientSide:
         if len(sets) == 1:
             return branch(sets[0], sets[0], key, client, data)
         if self.over is jax.vmap:
-            return branch(client.plan.trained, sets.any(axis=0), key, client, data)
+            return branch(client.plan.trained, np.asarray(sets.any(axis=0)), key, client, data)
         branches = [partial(branch, mine, mine) for mine in sets]
         return jax.lax.switch(client.plan.layer_set, branches, key, client, data)
 

@@ -339,5 +339,5 @@ def ledger(
         wire.format_of(plan, client, params, pruning=cut, local=local_pruning, local_head=local_head)
         for client in range(len(plan.keep))
     )
-    up, down = np.array([wire.bits(format, params) for format in formats], np.float64).T
-    return {"up": up, "down": down}
+    bits = [wire.bits(format, params) for format in formats]
+    return {way: np.array([getattr(client, way) for client in bits], np.float64) for way in ("up", "down")}
