@@ -4,6 +4,7 @@ The traced program (`runner.program`) would be exact.  But tracing the client st
 server does not have.
 """
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -60,6 +61,8 @@ def _inside(thing: Any) -> list[Any]:
         return [part for item in sorted(thing.items(), key=lambda item: repr(item[0])) for part in item]
     if isinstance(thing, functools.partial):
         return [thing.func, thing.args, thing.keywords]
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return [getattr(thing, field.name) for field in dataclasses.fields(thing)]
     if isinstance(thing, types.MethodType):
         return [thing.__func__, thing.__self__]
     if isinstance(thing, types.FunctionType) and _home(thing) not in _LIBRARIES:

@@ -50,10 +50,8 @@ class Run:
         return "_".join(word.replace(" ", "") for word in words if word)
 
 
-# Compiling takes longer than a run. The plans of these kinds of clients (counts, keep), for TOGETHER seeds each, are
-# therefore stacked into one plan and share one program.
+# Compiling takes longer than a run. The runs with these kinds of clients (counts, keep) therefore share one program.
 KINDS = [((3,), 0.9), ((3,), 1.0), ((3,), 0.7), ((3,), 0.5), ((2,), 0.9), ((1,), 0.9), ((1, 2, 3), 0.9), ((2, 3), 0.9)]
-TOGETHER = 3
 
 
 def alike(run: Run, settings: Settings) -> bool:
@@ -80,32 +78,28 @@ def plan_of(run: Run, names: Layers, n: int, seed: int) -> plans.Plan:
     return plans.opu(names, n, *run.counts, keep=run.keep, seed=seed) if run.counts else plans.everything(names, n)
 
 
-def plans_of(run: Run, settings: Settings, names: Layers, n: int, seed: int) -> tuple[plans.Plan, np.ndarray | None]:
-    """Return a stacked plan that contains the plan of this run and seed, and its rows in the stacked plan.
+def program_plan(run: Run, settings: Settings, names: Layers, n: int) -> plans.Plan:
+    """Return the plan that the program of a run is compiled for.
 
-    The stacked plan is equal for neighbouring seeds and for runs that are `alike`, so that they share a program.
+    It has every kind of client of all seeds and of all runs that are `alike`. The plan of a run and seed is data of the
+    program: `init` takes it.
 
     Args:
         run: The run.
         settings: Settings of the experiment.
         names: Layers of the network.
         n: Number of clients.
-        seed: Seed of the plan.
-
-    Returns:
-        The stacked plan and the row of each client [n]. The rows are None if the plan is not random.
     """
     if not (run.counts or run.variant):  # the plan is not random
-        return plan_of(run, names, n, 0), None
+        return plan_of(run, names, n, 0)
     kinds = KINDS if alike(run, settings) else [(run.counts, run.keep)]
-    first = seed - seed % TOGETHER
-    several = [
-        plan_of(replace(run, counts=counts, keep=keep), names, n, first + more)
-        for counts, keep in kinds
-        for more in range(TOGETHER)
-    ]
-    position = TOGETHER * kinds.index((run.counts, run.keep)) + seed - first
-    return plans.beneath(several), np.arange(n, dtype=np.int32) + n * position
+    return plans.kinds(
+        [
+            plan_of(replace(run, counts=counts, keep=keep), names, n, seed)
+            for counts, keep in kinds
+            for seed in range(settings.seeds)
+        ]
+    )
 
 
 def possible(run: Run, names: Layers) -> tuple[plans.Plan, list[float]]:
@@ -116,7 +110,7 @@ def possible(run: Run, names: Layers) -> tuple[plans.Plan, list[float]]:
         chances = [1 / len(sets)] * len(sets)
     else:
         several = [list(combinations(hidden, count)) for count in run.counts or (len(hidden),)]
-        sets = [[*one, final] for group in several for one in group]
+        sets = [[*hidden_set, final] for group in several for hidden_set in group]
         chances = [1 / len(several) / len(group) for group in several for _ in group]
     return plans.plan(names, sets, run.keep), chances
 
@@ -136,22 +130,17 @@ def widths(run: Run, n: int) -> Any:
     return run.low if run.local != "heterofl" else np.linspace(run.low, 1, 5)[np.arange(n) % 5]
 
 
-def local_pruning(run: Run, n: int, low: Any = None) -> submodels.LocalPruning:
-    """Return the local pruning of a run for n clients. `low` replaces the least ratio of the run."""
-    low = widths(run, n) if low is None else low
-    made = {
+def local_pruning(run: Run, n: int, settings: Settings | None = None) -> submodels.LocalPruning:
+    """Return the local pruning of a run for n clients.
+
+    With the settings, runs that are `alike` have the same one: their least ratio is the keep ratio of the client.
+    """
+    low = "keep" if settings is not None and alike(run, settings) else widths(run, n)
+    kinds = {
         "fixed": submodels.fixed,
         "uniform": lambda: submodels.uniform(low),
         "ordered": lambda: submodels.ordered(low),
         "fjord": lambda: submodels.ordered(low, everywhere=True),
         "heterofl": lambda: submodels.ordered(low, 1, everywhere=True),
     }
-    return made[run.local]()
-
-
-def pruning_in(plan: plans.Plan, run: Run, settings: Settings) -> submodels.LocalPruning:
-    """Return the local pruning for all clients of a stacked plan.
-
-    For runs that are `alike` the least ratio of a client is its keep ratio.
-    """
-    return local_pruning(run, len(plan.keep), plan.keep if alike(run, settings) else None)
+    return kinds[run.local]()

@@ -9,6 +9,7 @@ command, give it again. The certificate protects a single row of a client agains
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
@@ -30,7 +30,8 @@ from commjax.data.stacked import Examples
 from commjax.models import networks
 from commjax.privacy import accounting
 from commjax.privacy.accounting import Certificate
-from experiments import plots, tables
+from experiments import tables
+from experiments.fedp3 import privacy_report
 from experiments.fedp3 import theory as fedp3_theory
 
 
@@ -77,13 +78,13 @@ class Variant(NamedTuple):
     """A variant of the algorithm.
 
     Attributes:
-        build: Callable (settings, rows of the largest client) -> (loss -> Algorithm). share: Callable settings ->
-        factor of the clipping norm. It is 1/sqrt(n) if only the sent part is clipped, because
-            that part has about 1/sqrt(n) of the norm of the gradient.
+        build: (settings, rows of the largest client) -> (loss -> Algorithm).
+        share: settings -> factor of the clipping norm. It is 1/sqrt(n) if only the sent part is clipped, because that
+            part has about 1/sqrt(n) of the norm of the gradient.
     """
 
-    build: Any
-    share: Any = lambda settings: 1.0
+    build: Callable[[Settings, int], Callable[[Any], Algorithm]]
+    share: Callable[[Settings], float] = lambda settings: 1.0
 
 
 def capacity(settings: Settings, rows: int) -> int | None:
@@ -93,8 +94,8 @@ def capacity(settings: Settings, rows: int) -> int | None:
     """
     from scipy.stats import binom
 
-    found = int(binom.isf(1e-14, rows, settings.rate)) + 1
-    return None if found >= rows else found
+    most = int(binom.isf(1e-14, rows, settings.rate)) + 1
+    return None if most >= rows else most
 
 
 def _build(settings: Settings, rows: int, sketch=None, clipped: Literal["whole", "sent"] = "whole"):
@@ -158,20 +159,20 @@ def certificate(settings: Settings, rows: int, epsilon: float) -> Certificate:
 
 
 @cache
-def attack(one: Certificate, trials: int, seed: int) -> float:
+def attack(certificate: Certificate, trials: int, seed: int) -> float:
     """Return the epsilon that the attack proves."""
-    return private_training.audit(jax.random.key(seed), one, trials)
+    return private_training.audit(jax.random.key(seed), certificate, trials)
 
 
-def others(found: Certificate, rows: int) -> dict[str, float]:
+def others(certificate: Certificate, rows: int) -> dict[str, float]:
     """Return the epsilon of the same noise by every accountant and for both relations."""
-    most = found.capacity
+    most = certificate.capacity
     return {
         f"{accountant} {relation}": accounting.certify(
-            found.noise,
-            found.rate,
-            found.rounds,
-            found.delta,
+            certificate.noise,
+            certificate.rate,
+            certificate.rounds,
+            certificate.delta,
             accountant=accountant,
             relation=relation,
             capacity=most,
@@ -182,7 +183,9 @@ def others(found: Certificate, rows: int) -> dict[str, float]:
     }
 
 
-def train(task: Task, name: str, noises: list[float], settings: Settings, seeds: int, first: int, label: str) -> Record:
+def train(
+    task: Task, name: str, noises: list[float], settings: Settings, *, seeds: int, first: int, label: str
+) -> Record:
     """Train every noise with every stepsize and seed, as one program.
 
     Args:
@@ -207,7 +210,7 @@ def train(task: Task, name: str, noises: list[float], settings: Settings, seeds:
     @jax.jit
     def scores(params) -> dict[str, jax.Array]:
         def accuracy(part: Examples):
-            return jax.vmap(jax.vmap(lambda one: jnp.divide(*task.problem.accuracy_sums(one, part))))(params)
+            return jax.vmap(jax.vmap(lambda model: jnp.divide(*task.problem.accuracy_sums(model, part))))(params)
 
         return {"validation": accuracy(task.validation), "test": accuracy(task.test)}
 
@@ -239,12 +242,12 @@ def curve(settings: Settings) -> list[dict]:
     """
     task = load(settings.task, settings.width, settings.clients)
     rows, d = task.train.weights.shape[1], None
-    found = [certificate(settings, rows, epsilon) for epsilon in settings.epsilons]
-    bounds = [attack(one, settings.trials, 100 + i) for i, one in enumerate(found)]
-    noises, table, curves = [0.0, *(one.noise for one in found)], [], {}
+    targets = [certificate(settings, rows, epsilon) for epsilon in settings.epsilons]
+    bounds = [attack(target, settings.trials, 100 + i) for i, target in enumerate(targets)]
+    noises, table, curves = [0.0, *(target.noise for target in targets)], [], {}
     for name in settings.variants:
         label = f"{settings.task}_private_{name.lower().replace(' ', '_')}"
-        record = train(task, name, noises, settings, 1 + settings.seeds, 7, label)
+        record = train(task, name, noises, settings, seeds=1 + settings.seeds, first=7, label=label)
         shape = (len(noises), len(settings.stepsizes), 1 + settings.seeds, -1)
         validation, test = (record.evaluations[part].reshape(shape) for part in ("validation", "test"))
         bits = np.concatenate([[0.0], np.cumsum(record.metrics["bits_up"][0, 0])])
@@ -254,82 +257,25 @@ def curve(settings: Settings) -> list[dict]:
             best = int(validation[k, :, 0, -1].argmax())
             scores = 100 * test[k, best, 1:]
             curves[name, k] = (bits[at], scores.mean(axis=0))
-            one = found[k - 1] if k else None
+            target = targets[k - 1] if k else None
             table.append(
                 {
                     "variant": name,
                     "target": settings.epsilons[k - 1] if k else math.inf,
                     "noise": noise,
-                    "certified": one.epsilon if one else math.inf,
+                    "certified": target.epsilon if target else math.inf,
                     "audit": bounds[k - 1] if k else None,
                     "stepsize": settings.stepsizes[best],
                     "accuracy": float(scores[:, -1].mean()),
                     "std": float(scores[:, -1].std(ddof=1)) if settings.seeds > 1 else math.nan,
                     "bits_up": float(bits[at[-1]]),
                     "parameters": d,
-                    **(others(one, rows) if one else {}),
+                    **(others(target, rows) if target else {}),
                 }
             )
-    _figure(settings, table, curves)
-    tables.save(settings.out / f"{settings.task}_private", table, _table(settings, rows, table))
+    privacy_report.figure(settings, table, curves)
+    tables.save(settings.out / f"{settings.task}_private", table, privacy_report.text(settings, rows, table))
     return table
-
-
-def _figure(settings: Settings, table: list[dict], curves: dict) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.5), layout="constrained", sharey=True)
-    colors = ("#0072B2", "#D55E00", "#009E73")
-    for color, name in zip(colors, settings.variants):
-        mine = [row for row in table if row["variant"] == name]
-        private = mine[1:]
-        axes[0].errorbar(
-            [row["target"] for row in private],
-            [row["accuracy"] for row in private],
-            yerr=[row["std"] for row in private],
-            marker="o",
-            markersize=3,
-            capsize=2,
-            color=color,
-            label=name,
-        )
-        axes[0].axhline(mine[0]["accuracy"], color=color, linewidth=0.8, linestyle=":")
-        for k in (0, len(private)):
-            bits, scores = curves[name, k]
-            axes[1].plot(bits[1:], scores[1:], ":" if k == 0 else "-", color=color)
-    axes[0].set_xscale("log")
-    axes[0].set_xticks(settings.epsilons, [f"{epsilon:g}" for epsilon in settings.epsilons])
-    axes[0].minorticks_off()
-    axes[0].set_xlabel(rf"$\epsilon$ ($\delta$ = {settings.delta:g}, {settings.relation})")
-    axes[0].set_ylabel("test accuracy, %")
-    axes[0].legend()
-    axes[1].set_xscale("log")
-    axes[1].set_xlabel("bits sent by a client")
-    axes[1].set_title(rf"$\epsilon$ = {settings.epsilons[-1]:g} (dotted: no privacy)")
-    plots.save(figure, settings.out / f"{settings.task}_private.png")
-
-
-def _table(settings: Settings, rows: int, table: list[dict]) -> str:
-    lines = [
-        f"{settings.task}: {settings.clients} clients of {rows} rows, {table[0]['parameters']} parameters, "
-        f"{settings.rounds} rounds, "
-        f"rate {settings.rate:g}, {settings.seeds} seeds; neighbours: {settings.relation}, delta = {settings.delta:g}",
-        f"{'variant':12} {'epsilon':>8} {'certified':>9} {'attack':>7} {'z':>7} {'stepsize':>8} "
-        f"{'accuracy':>14} {'Mbit up':>8}",
-    ]
-    lines += [
-        f"{r['variant']:12} {r['target']:8g} {r['certified']:9.3f} "
-        f"{'' if r['audit'] is None else format(r['audit'], '.3f'):>7} "
-        f"{r['noise']:7.2f} {r['stepsize']:8g} {r['accuracy']:6.2f} +- {r['std']:4.2f} {r['bits_up'] / 1e6:8.3f}"
-        for r in table
-    ]
-    lines.append("epsilon of the same noise:")
-    for r in table[1 : 1 + len(settings.epsilons)]:
-        lines.append(
-            f"  z = {r['noise']:7.2f}: "
-            + ", ".join(f"{name} {r[name]:.3f}" for name in r if "-" in name and " " in name)
-        )
-    below = all(r["audit"] <= r["certified"] <= r["target"] for r in table if r["audit"] is not None)
-    lines.append(f"attack <= certificate <= target in every row: {below}")
-    return "\n".join(lines)
 
 
 def audit(settings: Settings) -> list[dict]:
@@ -340,7 +286,7 @@ def audit(settings: Settings) -> list[dict]:
     table = []
     for relation in ("add-remove", "replace-one"):
         for number, epsilon in enumerate(settings.epsilons):
-            one = accounting.calibrate(
+            target = accounting.calibrate(
                 epsilon,
                 settings.delta,
                 settings.rate,
@@ -348,31 +294,21 @@ def audit(settings: Settings) -> list[dict]:
                 accountant=settings.accountant,
                 relation=relation,
             )
-            bound = attack(one, settings.trials, number)
-            single = one_run_audit.audit(jax.random.key(number), one, settings.canaries)
+            bound = attack(target, settings.trials, number)
+            single = one_run_audit.audit(jax.random.key(number), target, settings.canaries)
             table.append(
                 {
                     "relation": relation,
                     "target": epsilon,
-                    "certified": one.epsilon,
-                    "noise": one.noise,
+                    "certified": target.epsilon,
+                    "noise": target.noise,
                     "audit": bound,
                     "one_run": single.epsilon,
                     "guesses": single.guesses,
                     "correct": single.correct,
                 }
             )
-    lines = [
-        f"95 % confidence; many runs: {settings.trials} in each world; one run: {settings.canaries} canaries",
-        f"{'relation':12} {'epsilon':>8} {'certified':>9} {'z':>7} {'many runs':>9} {'one run':>8}  right guesses",
-    ]
-    lines += [
-        f"{r['relation']:12} {r['target']:8g} {r['certified']:9.3f} {r['noise']:7.2f} "
-        f"{r['audit']:9.3f} {r['one_run']:8.2f}"
-        f"  {r['correct']} of {r['guesses']}"
-        for r in table
-    ]
-    tables.save(settings.out / "audit", table, "\n".join(lines))
+    tables.save(settings.out / "audit", table, privacy_report.audit_text(settings, table))
     return table
 
 

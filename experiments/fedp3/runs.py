@@ -4,9 +4,9 @@ All methods have the same stepsize, number of local steps and batch size. A seed
 which layers), the initial network, the cohorts, the rows of the batches and the masks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +22,72 @@ from commjax.core.base import Algorithm, State
 from commjax.core.records import Record
 from commjax.models import networks
 from experiments.fedp3 import fedcr as fedp3_fedcr
-from experiments.fedp3.plans import TOGETHER, Run, expected_bits, plans_of, possible, program_of, pruning_in
+from experiments.fedp3.plans import Run, expected_bits, local_pruning, plan_of, possible, program_of, program_plan
 from experiments.fedp3.task import Settings, Task, data_of, load, shape_of
 from experiments.scafflix.networks import accuracy
 
 
 @cache
-def algorithm_of(run: Run, settings: Settings, split: str, seed: int) -> Algorithm:
+def algorithm_of(run: Run, settings: Settings, split: str) -> Algorithm:
     """Return the algorithm of a run.
 
     The cache returns the same object for equal arguments, so that seeds share a compiled program.
     """
     task = load(data_of(settings), split)
-    how: dict[str, Any] = _how(settings) | {"cohort": settings.cohort}
+    options: dict[str, Any] = _options(settings) | {"cohort": settings.cohort}
     sample, n = local.minibatch(settings.batch), len(task.train.weights)
     if run.method == "fedcr":
-        return fedcr.fedcr(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), sample, **how)
+        return fedcr.fedcr(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), sample, **options)
     if run.method == "fedcr_layers":
-        plan, _ = plans_of(run, settings, fedp3_fedcr.layers(settings, task), n, seed)
-        return fedcr_layers.fedcr_layers(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), plan, sample, **how)
+        plan = program_plan(run, settings, fedp3_fedcr.layers(settings, task), n)
+        return fedcr_layers.fedcr_layers(fedp3_fedcr.network(fedp3_fedcr.modules(settings)), plan, sample, **options)
     if run.method in ("fedavg", "fedprox", "ditto"):
-        made = {"fedavg": fedavg.fedavg, "fedprox": fedprox.fedprox, "ditto": ditto.ditto}[run.method]
-        return made(jax.value_and_grad(task.problem.loss), sample, **how)
-    joins = {
+        make = {"fedavg": fedavg.fedavg, "fedprox": fedprox.fedprox, "ditto": ditto.ditto}[run.method]
+        return make(jax.value_and_grad(task.problem.loss), sample, **options)
+    return method_of(run, settings, split).algorithm()
+
+
+def method_of(run: Run, settings: Settings, split: str) -> fedp3.Method:
+    """Return FedP3 with the options of a run."""
+    task = load(data_of(settings), split)
+    n = len(task.train.weights)
+    rules = {
         "simple": aggregation.simple(),
         "weighted": aggregation.weighted(),
         "attention": aggregation.attention(task.held),
     }
-    plan, _ = plans_of(run, settings, task.layers, n, seed)
-    return fedp3.fedp3(
+    return fedp3.Method(
         task.problem.loss,
-        plan,
-        sample,
-        local_pruning=pruning_in(plan, run, settings),
-        aggregate=joins[run.aggregate],
+        program_plan(run, settings, task.layers, n),
+        local.minibatch(settings.batch),
+        local_pruning=local_pruning(run, n, settings),
+        aggregate=rules[run.aggregate],
         others=settings.others,
-        **how,
+        cohort=settings.cohort,
+        **_options(settings),
     )
 
 
-def _how(settings: Settings) -> dict[str, Any]:
+def _options(settings: Settings) -> dict[str, Any]:
     return {"steps": settings.steps, "over": jax.vmap if settings.model == "mlp" else rounds.one_by_one}
 
 
 def hparams_of(run: Run, settings: Settings) -> Any:
     """Return the hyperparameters of a run."""
     gamma = settings.stepsize
-    made = {
+    kinds = {
         "fedprox": fedprox.HParams(gamma, 0.1, 1.0),
         "ditto": ditto.HParams(gamma, gamma, 0.1, 1.0),
         "fedcr": fedcr.HParams(gamma, 0.001, 1.0),
     }
-    return made.get(run.method.removesuffix("_layers"), fedavg.HParams(gamma, 1.0))
+    return kinds.get(run.method.removesuffix("_layers"), fedavg.HParams(gamma, 1.0))
 
 
-def _global(hparams, server, client):
+def _global(hparams: Any, server: Any, client: Any) -> Any:
     return server.params
 
 
-def _own(hparams, server, client):
+def _personal(hparams: Any, server: Any, client: Any) -> Any:
     return client.model
 
 
@@ -88,9 +95,9 @@ def _start(run: Run, task: Task, settings: Settings, seed: int) -> tuple[Any, ne
     """Return the initial params, the problem that scores them, and the function that returns what a client deploys."""
     key, first = jax.random.key(1000 + seed), task.train.inputs[0, :1]
     if not run.method.startswith("fedcr"):
-        return task.problem.init(key, first), task.problem, _own if run.method == "ditto" else _global
-    made = fedp3_fedcr.modules(settings)
-    return fedp3_fedcr.start(made, key, first), fedp3_fedcr.judge(made), fedp3_fedcr.deployed
+        return task.problem.init(key, first), task.problem, _personal if run.method == "ditto" else _global
+    modules = fedp3_fedcr.modules(settings)
+    return fedp3_fedcr.start(modules, key, first), fedp3_fedcr.judge(modules), fedp3_fedcr.deployed
 
 
 def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
@@ -101,13 +108,11 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     """
     task = load(data_of(settings), split)
     shared, n = shape_of(settings), len(task.train.weights)
-    algorithm, hparams = (
-        algorithm_of(program_of(run, shared), shared, split, seed - seed % TOGETHER),
-        hparams_of(run, settings),
-    )
+    algorithm, hparams = algorithm_of(program_of(run, shared), shared, split), hparams_of(run, settings)
     params, problem, model = _start(run, task, shared, seed)
+    names = fedp3_fedcr.layers(shared, task) if run.method == "fedcr_layers" else task.layers
     planned = run.method in ("fedp3", "fedcr_layers")
-    rows = {"rows": plans_of(run, shared, task.layers, n, seed)[1]} if planned else {}
+    plan = {"plan": plan_of(run, names, n, seed)} if planned else {}
     begin: Any = algorithm.init  # `init` of a method with a plan takes more arguments
 
     def evaluate(state):
@@ -118,12 +123,12 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     path = settings.out / "runs" / label
     bits = expected_bits(run, task.layers, params, n) if run.method == "fedp3" else {}
     if run.method == "fedcr_layers":
-        bits = fedp3_fedcr.expected_bits(*possible(run, fedp3_fedcr.layers(shared, task)), shared, params)
+        bits = fedp3_fedcr.expected_bits(*possible(run, names), shared, params)
     state, record = runner.loop(
         jax.random.key(seed),
         algorithm,
         hparams,
-        begin(params, jnp.arange(n), **rows),
+        begin(params, jnp.arange(n), **plan),
         task.train,
         settings.rounds,
         chunk=settings.every,
@@ -143,8 +148,9 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     )
     if run.method in ("fedavg", "fedp3"):
         saved = _saved(path, settings.rounds)
-        found = np.array([local_accuracy(run, shared, split, seed, hparams, state)]) if saved is None else saved
-        record.evaluations["local"] = found
+        if saved is None:
+            saved = np.array([local_accuracy(run, shared, split, seed, state)])
+        record.evaluations["local"] = saved
     record.save(path)
     return record
 
@@ -152,49 +158,35 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
 def _saved(path: Path, rounds: int) -> np.ndarray | None:
     """Return the accuracy of the local models that a run of this many rounds has saved, or None."""
     try:
-        found = Record.load(path).evaluations
+        evaluations = Record.load(path).evaluations
     except FileNotFoundError:
         return None
-    return found.get("local") if found["round"][-1] == rounds else None
+    return evaluations.get("local") if evaluations["round"][-1] == rounds else None
 
 
-def local_accuracy(run: Run, settings: Settings, split: str, seed: int, hparams: Any, state: Any) -> float:
+def local_accuracy(run: Run, settings: Settings, split: str, seed: int, state: State) -> float:
     """Return the mean over clients of the accuracy of each local model on its own test rows (erratum F23).
 
     In a local model the layers of L_i are trained and the other layers are pruned.
     """
     task = load(data_of(settings), split)
-    program = replace(program_of(run, settings), aggregate="simple")
-    sums = _local_sums(program, settings, split, seed - seed % TOGETHER)
-    _, rows = plans_of(run, settings, task.layers, len(task.train.weights), seed)
-    state = State(state.server, fedp3.Client(state.clients.id, row=None if rows is None else jnp.asarray(rows)))
-    right, total = sums(jax.random.key(seed), hparams, state, (task.train, task.test))
+    method, sums = _local_sums(replace(program_of(run, settings), aggregate="simple"), settings, split)
+    ids = state.clients.id
+    clients = method.init(state.server.params, ids, plan=plan_of(run, task.layers, len(ids), seed)).clients
+    hparams = hparams_of(run, settings)
+    right, total = sums(jax.random.key(seed), hparams, State(state.server, clients), (task.train, task.test))
     return float(np.mean(np.asarray(right) / np.asarray(total)))
 
 
 @cache
-def _local_sums(run: Run, settings: Settings, split: str, first: int):
-    task = load(data_of(settings), split)
-    plan, _ = plans_of(run, settings, task.layers, len(task.train.weights), first)
-    problem, draw = task.problem, local.minibatch(settings.batch)
+def _local_sums(run: Run, settings: Settings, split: str) -> tuple[fedp3.Method, Callable[..., Any]]:
+    problem, draw = load(data_of(settings), split).problem, local.minibatch(settings.batch)
+    method = replace(method_of(run, settings, split), sample=lambda key, pair: draw(key, pair[0]))
 
-    @jax.jit
-    def sums(key, hparams, state, data):
-        return fedp3.local_models(
-            key,
-            hparams,
-            state,
-            data,
-            problem.loss,
-            plan,
-            lambda key, pair: draw(key, pair[0]),
-            local_pruning=pruning_in(plan, run, settings),
-            others=settings.others,
-            **_how(settings),
-            use=lambda model, pair: problem.accuracy_sums(model, pair[1]),
-        )
+    def score(model: Any, pair: Any) -> Any:
+        return problem.accuracy_sums(model, pair[1])
 
-    return sums
+    return method, jax.jit(partial(method.local_models, use=score))
 
 
 def alone(settings: Settings, split: str, seed: int) -> float:
@@ -217,7 +209,9 @@ def alone(settings: Settings, split: str, seed: int) -> float:
         over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
     )
     rows = ditto.Client(jnp.arange(n), models)
-    return float(accuracy(task.problem, _own, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test))
+    return float(
+        accuracy(task.problem, _personal, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test)
+    )
 
 
 def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False) -> list[dict]:
@@ -244,10 +238,10 @@ def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False
                 rows.append(_row(run.name, split, gone, gone, {"up": gone, "down": gone}, {}))
                 continue
             last = 100 * np.array([record.evaluations["test"][-1] for record in records])
-            own = 100 * np.array([record.evaluations.get("local", [np.nan])[-1] for record in records])
+            local_scores = 100 * np.array([record.evaluations.get("local", [np.nan])[-1] for record in records])
             n, m = (int(records[0].config[name]) for name in ("clients", "cohort"))
             sent = {way: [np.mean(r.metrics[f"bits_{way}"]) * n / min(m, n) for r in records] for way in ("up", "down")}
-            rows.append(_row(run.name, split, last, own, sent, records[0].config.get("expected", {})))
+            rows.append(_row(run.name, split, last, local_scores, sent, records[0].config.get("expected", {})))
         if local_only:
             last = 100 * np.array([alone(settings, split, seed) for seed in range(settings.seeds)])
             rows.append(_row("local only", split, last, last * np.nan, {"up": [0.0], "down": [0.0]}, {}))
@@ -258,9 +252,9 @@ def _deviation(values: np.ndarray | Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
 
 
-def _row(name: str, split: str, accuracy: np.ndarray, own: np.ndarray, sent: dict, expected: dict) -> dict:
+def _row(name: str, split: str, accuracy: np.ndarray, local_scores: np.ndarray, sent: dict, expected: dict) -> dict:
     row = {"split": split, "name": name, "accuracy": float(accuracy.mean()), "std": _deviation(accuracy)}
-    row |= {"local": float(own.mean()), "local std": _deviation(own)}
+    row |= {"local": float(local_scores.mean()), "local std": _deviation(local_scores)}
     for way in ("up", "down"):
         row |= {way: float(np.mean(sent[way])), f"{way} std": _deviation(sent[way])}
         row[f"{way} expected"] = float(expected.get(way, row[way]))

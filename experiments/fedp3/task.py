@@ -108,7 +108,8 @@ def load(settings: Settings, split: str) -> Task:
 
 def shape_of(settings: Settings) -> Settings:
     """Return settings with only the fields that a compiled program depends on, for use as a cache key."""
-    return replace(data_of(settings), others=settings.others, cohort=settings.cohort, steps=settings.steps)
+    names = ("others", "cohort", "steps", "seeds")
+    return replace(data_of(settings), **{name: getattr(settings, name) for name in names})
 
 
 def data_of(settings: Settings) -> Settings:

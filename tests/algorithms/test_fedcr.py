@@ -115,7 +115,7 @@ def test_a_gradient_is_shortened_to_the_clip_and_no_other_is():
 
     def after(clip, moves=None):
         hparams = fedcr.HParams(0.1, 0.3, clip=clip)
-        return method.train(net, lambda key, data: data, 1, KEY, hparams, far, params, data, moves)[0]
+        return method.train(net, lambda key, data: data, 1, method.Local(KEY, hparams, far, params, data, moves))[0]
 
     whole = moved(params, after(jnp.inf)) / 0.1
     assert whole > 100

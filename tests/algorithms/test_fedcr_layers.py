@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedcr
+from commjax.algorithms.fedcr import distributions, method
 from commjax.algorithms.fedcr import layers as fedcr_layers
-from commjax.algorithms.fedcr import method
 from commjax.algorithms.fedp3 import layers, plans, submodels
 from commjax.data.stacked import Examples
 
@@ -72,16 +72,15 @@ def test_a_layer_moves_by_the_mean_of_its_holders_and_stays_where_there_are_none
             a = largest(a)
         begin = {"body": {**pruned, "a": a}, "head": PARAMS["head"]}
         yes = {"body": {"a": i != 2, "b": False}, "head": True}
-        model, _ = method.train(
-            NETWORK, lambda key, data: data, 1, key, HPARAMS, start.server.classes, begin, data, yes
-        )
+        work = method.Local(key, HPARAMS, start.server.classes, begin, data, yes)
+        model, _ = method.train(NETWORK, lambda key, data: data, 1, work)
         np.testing.assert_allclose(state.clients.head[i], model["head"], rtol=1e-10)
         np.testing.assert_array_equal(model["body"]["b"], pruned["b"])
         experts.append(method.experts_of(NETWORK, model, data))
         moves.append(model["body"]["a"])
     np.testing.assert_allclose(state.server.params["body"]["a"], (moves[0] + moves[1]) / 2, rtol=1e-10)
     total = jax.tree.map(lambda *rows: sum(rows), *experts)
-    wanted = method.known(HPARAMS, start.server.classes, total)
+    wanted = distributions.known(HPARAMS, start.server.classes, total)
     np.testing.assert_allclose(state.server.classes.mean, wanted.mean, rtol=1e-10)
     classes = 64 * 2 * CLASSES * Z
     bits = fedcr_layers.ledger(SOME, start.server)
@@ -93,11 +92,11 @@ def test_a_layer_moves_by_the_mean_of_its_holders_and_stays_where_there_are_none
     assert fedcr_layers.ledger(SOME, start.server, submodels.random())["down"][0] == bits["down"][0] - 16
 
 
-def test_plans_may_stand_one_beneath_the_other():
-    several = plans.beneath([plans.everything(LAYERS, N), SOME])
-    one, both = (fedcr_layers.fedcr_layers(NETWORK, plan, steps=1, cohort=2) for plan in (SOME, several))
-    wanted, price = rounds(one, one.init(PARAMS, jnp.arange(N)), 1)
-    found, metrics = rounds(both, both.init(PARAMS, jnp.arange(N), rows=np.arange(N) + N), 1)
+def test_one_program_serves_several_plans():
+    several = plans.kinds([plans.everything(LAYERS, N), SOME])
+    single, both = (fedcr_layers.fedcr_layers(NETWORK, plan, steps=1, cohort=2) for plan in (SOME, several))
+    wanted, price = rounds(single, single.init(PARAMS, jnp.arange(N)), 1)
+    found, metrics = rounds(both, both.init(PARAMS, jnp.arange(N), plan=SOME), 1)
     np.testing.assert_allclose(found.server.params["body"]["a"], wanted.server.params["body"]["a"], rtol=1e-12)
     np.testing.assert_allclose(metrics, price, rtol=1e-12)
 
@@ -108,8 +107,8 @@ def test_bad_input_is_refused():
     algorithm = fedcr_layers.fedcr_layers(NETWORK, SOME, steps=1)
     with pytest.raises(ValueError, match="ids: 2 clients, but the plan is for 3"):
         algorithm.init(PARAMS, jnp.arange(2))
-    with pytest.raises(ValueError, match=r"rows=\[0 1 3\]; allowed: for each of 3 clients a row of the plan, 0 to 2"):
-        algorithm.init(PARAMS, jnp.arange(N), rows=np.array([0, 1, 3]))
+    with pytest.raises(ValueError, match=r"client 0 trains \['a', 'b', 'head'\]; allowed: the layer sets of"):
+        algorithm.init(PARAMS, jnp.arange(N), plan=plans.everything(LAYERS, N))
     wrong = layers.Layers(("a", "rest"), (0, 1, 1))
     with pytest.raises(ValueError, match="the final layer 'rest' is not the head"):
         fedcr_layers.fedcr_layers(NETWORK, plans.everything(wrong, N), steps=1).init(PARAMS, jnp.arange(N))

@@ -88,23 +88,19 @@ def test_a_layer_whose_holders_are_not_in_the_cohort_keeps_its_value():
 
 
 def test_local_models_are_what_clients_have_before_they_throw_layers_away():
-    algorithm = fedp3.fedp3(loss, MIXED, steps=2)
-    state = algorithm.init(PARAMS, IDS)
+    state = fedp3.Method(loss, MIXED, steps=2).init(PARAMS, IDS)
     for others in ("frozen", "masked", "free"):
-        found = fedp3.local_models(KEY, fedp3.HParams(GAMMA), state, DATA, loss, MIXED, steps=2, others=others)
+        method = fedp3.Method(loss, MIXED, steps=2, others=others)
+        found = method.local_models(KEY, fedp3.HParams(GAMMA), state, DATA)
         for i in range(N):
             wanted, _ = numpy_client(PARAMS, MIXED, i, 2, None if others == "frozen" else others)
             close(jax.tree.map(lambda leaf, i=i: leaf[i], found), wanted)
     half = submodels.ordered(0.5, 3)
-    cut = fedp3.local_models(
+    cut = fedp3.Method(loss, MIXED, steps=1, local_pruning=half).local_models(
         KEY,
         fedp3.HParams(0.0),
         state,
         DATA,
-        loss,
-        MIXED,
-        steps=1,
-        local_pruning=half,
         use=lambda model, data: (model["a"]["kernel"], data["x"].shape),
     )[0]
     assert not np.asarray(cut)[1:3, :, 2:].any() and np.asarray(cut)[0].all()  # client 0 trains `a`
@@ -129,7 +125,7 @@ def test_local_heads_stay_with_their_clients_and_are_sent_up():
     wanted, _ = numpy_client(start, plan, 1, 2, "free")
     close(jax.tree.map(lambda leaf: leaf[1], again.clients.head["c"]), wanted["c"])
     client = jax.tree.map(lambda leaf: leaf[1], again.clients)
-    deployed = fedp3.deployed(plan, again.server, client)
+    deployed = fedp3.deployed(again.server, client)
     close(deployed, {**again.server.params, "c": client.head["c"]}, rtol=0)
 
 
@@ -152,20 +148,25 @@ def test_frozen_layers_are_not_differentiated():
 
 
 @pytest.mark.parametrize("over", [rounds.one_by_one, jax.vmap], ids=["branches", "vmap"])
-def test_one_program_serves_plans_that_stand_one_beneath_the_other(over):
-    several = plans.beneath([plans.everything(LAYERS, N), MIXED])
-    algorithm = fedp3.fedp3(loss, several, steps=2, over=over)
-    start = algorithm.init(PARAMS, IDS, rows=np.arange(N) + N)
-    found, metrics = jax.jit(algorithm.step)(KEY, fedp3.HParams(GAMMA), start, DATA)
-    wanted, price = one_round(over=over)
-    close(found.server, wanted.server)
-    close(metrics, price)
-    own = jax.tree.map(lambda leaf: leaf[1], DATA)
-    how: Any = {"loss": loss, "steps": 2}
-    message = fedp3.messages(KEY, fedp3.HParams(GAMMA), start, own, 1, plan=several, **how)
-    plain = fedp3.fedp3(loss, MIXED, steps=2).init(PARAMS, IDS)
-    assert message == fedp3.messages(KEY, fedp3.HParams(GAMMA), plain, own, 1, plan=MIXED, **how)
-    with pytest.raises(ValueError, match=r"rows=\[0 1 2 8\]; allowed: for each of 4 clients a row of the plan, 0 to 7"):
-        algorithm.init(PARAMS, IDS, rows=np.array([0, 1, 2, 8]))
-    with pytest.raises(ValueError, match=r"rows=\[0 1\]; allowed: for each of 4 clients"):
-        algorithm.init(PARAMS, IDS, rows=np.array([0, 1]))
+def test_one_program_serves_several_plans(over):
+    several = plans.kinds([plans.everything(LAYERS, N), MIXED])
+    method = fedp3.Method(loss, several, steps=2, over=over)
+    algorithm = method.algorithm()
+    start = algorithm.init(PARAMS, IDS, plan=MIXED)
+    state, metrics = jax.jit(algorithm.step)(KEY, fedp3.HParams(GAMMA), start, DATA)
+    wanted, expected = one_round(over=over)
+    close(state.server, wanted.server)
+    close(metrics, expected)
+    data = jax.tree.map(lambda leaf: leaf[1], DATA)
+    plain = fedp3.Method(loss, MIXED, steps=2)
+    message = method.messages(KEY, fedp3.HParams(GAMMA), start, data, 1)
+    assert message == plain.messages(KEY, fedp3.HParams(GAMMA), plain.init(PARAMS, IDS), data, 1)
+    few = fedp3.Method(loss, plans.everything(LAYERS, N), steps=2)
+    with pytest.raises(ValueError, match=r"client 0 trains \['a', 'c'\]; allowed: the layer sets of the method's plan"):
+        few.init(PARAMS, IDS, plan=MIXED)
+    with pytest.raises(ValueError, match=r"plan has the layers .*; allowed: those of the method"):
+        few.init(PARAMS, IDS, plan=MIXED._replace(layers=LAYERS._replace(names=("x", "y", "z"))))
+    with pytest.raises(ValueError, match=r"client 0 has keep=0.6; allowed: \[0.5, 0.7, 1.0\]"):
+        algorithm.init(PARAMS, IDS, plan=plans.everything(LAYERS, N)._replace(keep=np.full(N, 0.6)))
+    with pytest.raises(ValueError, match="ids: 4 clients, but the plan is for 2"):
+        algorithm.init(PARAMS, IDS, plan=plans.everything(LAYERS, 2))

@@ -27,13 +27,14 @@ def test_weighted_averaging_counts_layers_and_is_normalised_over_holders():
 
 
 def test_the_golden_weighted_mean_is_17_5():
-    # Three clients with 2, 6 and 4 layers (twice the golden's, for all train the last one); the first two hold `a` and sent 10 and 20.
+    # Three clients with 2, 6 and 4 layers (twice the golden's, for all train the last one).  The first two hold `a` and
+    # sent 10 and 20.
     six = layers.Layers(tuple("abcdef"), tuple(range(6)))
     plan = plans.plan(six, ["af", "abcdef", "bcdf"])
     sent = {name: jnp.array([10.0, 20.0, 1e9]) for name in "abcdef"}
 
-    def mean(how):
-        weight = aggregation.weights(jnp.asarray(how.logits(plan)), jnp.asarray(plan.trained))
+    def mean(rule):
+        weight = aggregation.weights(jnp.asarray(rule.logits(plan.trained)), jnp.asarray(plan.trained))
         return float(aggregation.joined(six, sent, weight)["a"])
 
     assert mean(aggregation.weighted()) == pytest.approx(17.5, abs=1e-13)
@@ -63,7 +64,7 @@ def test_attention_descends_the_exact_gradient_of_the_held_loss():
         }
         return loss(joined, HELD)
 
-    start = jnp.asarray(aggregation.weighted().logits(MIXED))
+    start = jnp.asarray(aggregation.weighted().logits(MIXED.trained))
     wanted = start - 0.02 * jax.grad(held_loss)(start)
     how = aggregation.attention(HELD, steps=1, stepsize=0.02, start=aggregation.weighted())
     state, _ = played(aggregate=how)
@@ -76,8 +77,8 @@ def test_attention_descends_the_exact_gradient_of_the_held_loss():
 
 
 def test_attention_does_not_see_a_shift_of_all_logits():
-    def lower(plan):
-        return aggregation.weighted().logits(plan) - 4.0
+    def lower(trained):
+        return aggregation.weighted().logits(trained) - 4.0
 
     ends = []
     for start in (aggregation.weighted(), aggregation.Aggregation("lower", lower)):
@@ -89,16 +90,9 @@ def test_attention_does_not_see_a_shift_of_all_logits():
 
 def test_learned_logits_stay_within_20():
     updates = {"a": jnp.array([1.0, -1.0])}
-    one = layers.Layers(("a",), (0,))
-    how = aggregation.attention(None, steps=2, stepsize=1e6)
-    found = aggregation.learned(
-        how,
-        lambda params, _: params["a"],
-        one,
-        {"a": jnp.array(0.0)},
-        updates,
-        jnp.zeros((2, 1)),
-        jnp.ones((2, 1), bool),
-    )
+    single = layers.Layers(("a",), (0,))
+    rule = aggregation.attention(None, steps=2, stepsize=1e6)
+    uploads = aggregation.Uploads(updates, jnp.ones((2, 1), bool), jnp.zeros((2, 1)))
+    found = aggregation.learned(rule, lambda params, _: params["a"], single, {"a": jnp.array(0.0)}, uploads)
     assert found.tolist() == [[-20.0], [20.0]]
     assert aggregation.attention(None)[3:] == (3, 1.0)

@@ -132,26 +132,29 @@ def test_kept_counts_are_rounded_down_but_never_to_nothing():
     assert [plans.kept(100, 0.29), plans.kept(9, 0.9), plans.kept(5, 0.1), plans.kept(7, 1.0)] == [29, 8, 1, 7]
 
 
-def test_plans_stand_one_beneath_the_other():
-    found = plans.beneath([plans.lower_b(FIVE, 3, keep=0.7), plans.opu(FIVE, 2, 3, keep=0.9)])
-    assert found.trained.sum(axis=1).tolist() == [2, 2, 2, 4, 4] and found.keep.tolist() == [0.7] * 3 + [0.9] * 2
+def test_kinds_are_the_different_clients_of_several_plans():
+    drawn = [plans.lower_b(FIVE, 3, keep=0.7), plans.opu(FIVE, 2, 3, keep=0.9)]
+    found = plans.kinds(drawn)
+    wanted = {(tuple(row), keep) for plan in drawn for row, keep in zip(plan.trained.tolist(), plan.keep.tolist())}
+    assert {(tuple(row), keep) for row, keep in zip(found.trained.tolist(), found.keep.tolist())} == wanted
+    assert len(found.keep) == len(wanted)
     other = Layers(("a", "ffc"), (0, 1))
     for several in ([], [found, plans.everything(other, 2)]):
-        with pytest.raises(
-            ValueError, match=f"{len(several)} plans; allowed: at least one, and all of the same layers"
-        ):
-            plans.beneath(several)
+        words = f"{len(several)} plans; allowed: at least one, and all of the same layers"
+        with pytest.raises(ValueError, match=words):
+            plans.kinds(several)
 
 
-def test_one_client_and_one_plan_and_the_first_row_will_do():
+def test_a_plan_as_data_says_which_branch_and_which_ratio():
     assert plans.everything(FIVE, 1).trained.tolist() == [[True] * 5]
-    one = plans.lower_b(FIVE, 2, keep=0.7)
-    assert plans.beneath([one]).trained.tolist() == one.trained.tolist()
-    plans.check_rows(one, 2, None)
-    plans.check_rows(one, 3, np.array([0, 1, 0]))
-    for rows in ([0, 2], [-1, 0]):
-        with pytest.raises(ValueError, match="allowed: for each of 2 clients a row of the plan, 0 to 1"):
-            plans.check_rows(one, 2, np.array(rows))
+    plan = plans.lower_b(FIVE, 6, keep=np.array([0.7, 0.5, 0.7, 1.0, 0.5, 0.5]))
+    found = plans.assigned(plan, plan, np.zeros(6, int), jnp.arange(6)[::-1])
+    np.testing.assert_array_equal(found.trained, plan.trained[::-1])
+    np.testing.assert_array_equal(plans.layer_sets(plan)[found.layer_set], plan.trained[::-1])
+    np.testing.assert_array_equal(plans.ratios(plan)[found.ratio], plan.keep[::-1])
+    plans.check_clients(plan, 6)
+    with pytest.raises(ValueError, match="ids: 2 clients, but the plan is for 6"):
+        plans.check_clients(plan, 2)
 
 
 def test_plans_are_drawn_from_seed_0_and_prune_nothing_unless_told():

@@ -62,9 +62,10 @@ def test_a_plan_for_others_is_refused():
         algorithm.init(PARAMS, jnp.arange(3))
 
 
-def test_rows_of_the_plan_that_are_not_the_ids_are_refused():
-    algorithm = fedp3.fedp3(tree_loss, plans.everything(FOUND, N), steps=1)
-    moved = algorithm.init(PARAMS, jnp.arange(N), rows=jnp.arange(N)[::-1])
+def test_a_state_of_another_plan_is_refused():
+    method = fedp3.Method(tree_loss, plans.plan(FOUND, TRAINED, 0.5), steps=1)
+    algorithm = method.algorithm()
+    moved = algorithm.init(PARAMS, jnp.arange(N), plan=plans.plan(FOUND, TRAINED[::-1], 0.5))
     assert algorithm.exchange is not None and algorithm.exchange.start is not None
-    with pytest.raises(ValueError, match="rows: clients in other places"):
+    with pytest.raises(ValueError, match="plan: remote clients follow the plan of the method"):
         algorithm.exchange.start(moved)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3
-from commjax.algorithms.fedp3 import layers, plans, submodels
+from commjax.algorithms.fedp3 import layers, local_pruning, plans, submodels
 from commjax.models import layered, networks
 from commjax.pruning import scores
 from tests.algorithms.fedp3_cases import KEY, LAYERS, PARAMS, N, close, one_round, played
@@ -88,7 +88,7 @@ IMAGES = jnp.asarray(np.random.default_rng(7).random((2, 16, 16, 1)))
 
 
 def test_ordered_dropout_of_a_cnn_is_the_network_of_the_first_channels():
-    """FjORD's submodel: with half of the channels and features cut away, a network of half the width has the same outputs."""
+    """FjORD's submodel: half of the channels and features have the outputs of a network of half the width."""
     params = CNN.init(jax.random.key(0), IMAGES)["params"]
     names = layered.layers(params)
     half = submodels.ordered(0.5, 1, everywhere=True)
@@ -119,13 +119,18 @@ def test_uniform_pruning_keeps_each_weight_with_probability_q():
     assert found["a"]["bias"].all() and found["c"]["kernel"].all()
 
 
+def drawn(pruning, low, key):
+    plan = plans.everything(LAYERS, 2)
+    return jnp.asarray(local_pruning._grid(pruning, plan))[low, local_pruning._level(pruning, key)]
+
+
 def test_ratios_are_uniform_on_an_even_grid_up_to_one():
     pruning = submodels.uniform(np.array([0.4, 0.8]), 3)
-    draws = jax.vmap(lambda key: submodels._ratio(pruning, key, 0))(jax.random.split(KEY, 900))
+    draws = jax.vmap(lambda key: drawn(pruning, 0, key))(jax.random.split(KEY, 900))
     values, counts = np.unique(np.round(np.asarray(draws), 12), return_counts=True)
     np.testing.assert_allclose(values, [0.4, 0.7, 1.0])
     assert counts.min() > 240
-    assert float(submodels._ratio(submodels.ordered(np.array([0.4, 0.8]), 1), KEY, 1)) == 0.8
+    assert float(drawn(submodels.ordered(np.array([0.4, 0.8]), 1), 1, KEY)) == 0.8
 
 
 def test_fjord_s_submodels_are_a_configuration():
@@ -135,3 +140,15 @@ def test_fjord_s_submodels_are_a_configuration():
     moved = jax.tree.map(lambda new, old: np.asarray(new != old), state.server.params, PARAMS)
     assert moved["b"]["kernel"][:2, :2].all() and moved["b"]["kernel"].sum() == 4
     assert moved["a"]["kernel"][:, :2].all() and not moved["a"]["kernel"][:, 2:].any()
+
+
+def test_the_smallest_ratio_can_be_the_keep_ratio():
+    keep = np.array([0.5, 0.9, 0.5, 0.7])
+    plan = plans.everything(LAYERS, N)._replace(keep=keep)
+    for make in (submodels.uniform, submodels.ordered):
+        ours, theirs = make("keep", 3), make(keep, 3)
+        np.testing.assert_array_equal(local_pruning._grid(ours, plan), local_pruning._grid(theirs, plan))
+        numbers = local_pruning.low_numbers(ours, plan, plan)
+        assert numbers.tolist() == local_pruning.low_numbers(theirs, plan, plan).tolist() == [0, 2, 0, 1]
+    with pytest.raises(ValueError, match="low='least'; allowed: 'keep', or numbers"):
+        submodels.uniform("least")  # pyright: ignore[reportArgumentType]

@@ -34,17 +34,17 @@ from tests.algorithms.fedp3_cases import (
 def test_what_is_not_in_l_i_never_leaves_and_the_ledger_is_the_bytes(pruning, others):
     how = {"steps": 2, "pruning": pruning, "others": others}
     state, metrics = one_round(**how)
-    start = fedp3.fedp3(loss, MIXED, **how).init(PARAMS, IDS)
-    ledger = fedp3.ledger(MIXED, PARAMS, pruning)
+    method = fedp3.Method(loss, MIXED, **how)
+    start, ledger = method.init(PARAMS, IDS), method.ledger(PARAMS)
     ups, downs = [], []
     total = {name: [] for name in LAYERS.names}
     for i in range(N):
         data = jax.tree.map(lambda leaf, i=i: leaf[i], DATA)
-        down, up = fedp3.messages(KEY, fedp3.HParams(GAMMA), start, data, i, loss, MIXED, **how)
+        down, up = method.messages(KEY, fedp3.HParams(GAMMA), start, data, i)
         ups.append(8 * len(up))
         downs.append(8 * len(down))
         # Exactly the layers of L_i can be read, and they are the whole message.
-        part = fedp3_wire.read_up(MIXED, i, up, PARAMS)
+        part = fedp3_wire.read_up(fedp3_wire.format_of(MIXED, i, PARAMS, pruning=pruning), up, PARAMS)
         names = [name for name, yes in zip(LAYERS.names, MIXED.trained[i]) if yes]
         assert {name for name in LAYERS.names if jax.tree.leaves(part[name])} == set(names)
         assert len(up) == sum(leaf.nbytes for name in names for leaf in jax.tree.leaves(PARAMS[name]))
@@ -66,21 +66,22 @@ def test_what_is_not_in_l_i_never_leaves_and_the_ledger_is_the_bytes(pruning, ot
 
 @pytest.mark.parametrize("pruning", [submodels.magnitude(), submodels.random()], ids=lambda p: p.name)
 def test_a_client_reads_what_the_server_wrote(pruning):
-    made = submodels.server_masks(MIXED, pruning, KEY, PARAMS)
+    server = submodels.server_masks(MIXED, pruning, KEY, PARAMS)
     for i in range(N):
-        sent, masks = fedp3_wire.sent(MIXED, MIXED.trained[i], KEY, i, PARAMS, made)
-        data = fedp3_wire.write_down(MIXED, pruning, i, sent, masks)
-        found = fedp3_wire.read_down(MIXED, pruning, i, data, PARAMS, masks)
+        ratio, form = [0, 1, 1, 2][i], fedp3_wire.format_of(MIXED, i, PARAMS, pruning=pruning)
+        sent, masks = submodels.sent(MIXED, MIXED.trained[i], KEY, ratio, PARAMS, server)
+        data = fedp3_wire.write_down(form, sent, masks)
+        found = fedp3_wire.read_down(form, data, PARAMS, masks)
         close(found, sent, rtol=0)
         for name, mine in zip(LAYERS.names, MIXED.trained[i]):
             kernel = np.asarray(sent[name]["kernel"])
             assert (kernel != 0).sum() == (kernel.size if mine else int(MIXED.keep[i] * kernel.size))
             np.testing.assert_array_equal(sent[name]["bias"], PARAMS[name]["bias"])
         with pytest.raises(ValueError, match="was expected"):
-            fedp3_wire.read_down(MIXED, pruning, i, data + b"\0", PARAMS, masks)
-        up = fedp3_wire.write_up(MIXED, i, PARAMS)
+            fedp3_wire.read_down(form, data + b"\0", PARAMS, masks)
+        up = fedp3_wire.write_up(form, PARAMS)
         with pytest.raises(ValueError, match=f"a message up of {len(up)} bytes was expected, got {len(up) + 1}"):
-            fedp3_wire.read_up(MIXED, i, up + b"\0", PARAMS)
+            fedp3_wire.read_up(form, up + b"\0", PARAMS)
 
 
 def test_of_a_large_layer_as_many_weights_are_kept_as_the_ledger_charges():
@@ -95,17 +96,18 @@ def test_an_ordered_submodel_of_one_width_travels_alone_and_is_what_the_ledger_c
     plan = plans.everything(LAYERS, N)
     how = {"steps": 2, "local_pruning": widths}
     state, metrics = played("everything", **how)
-    start = fedp3.fedp3(loss, plan, **how).init(PARAMS, IDS)
-    ledger = fedp3.ledger(plan, PARAMS, local_pruning=widths)
+    method = fedp3.Method(loss, plan, **how)
+    start, ledger = method.init(PARAMS, IDS), method.ledger(PARAMS)
     parts = []
     for i in range(N):
         data = jax.tree.map(lambda leaf, i=i: leaf[i], DATA)
-        down, up = fedp3.messages(KEY, fedp3.HParams(GAMMA), start, data, i, loss, plan, **how)
+        down, up = method.messages(KEY, fedp3.HParams(GAMMA), start, data, i)
         assert (8 * len(up), 8 * len(down)) == (ledger["up"][i], ledger["down"][i])
-        blocks = fedp3_wire.used(plan, widths, i, PARAMS)
-        parts.append(fedp3_wire.read_up(plan, i, up, PARAMS, blocks))
-        received = fedp3_wire.read_down(plan, submodels.magnitude(), i, down, PARAMS, blocks=blocks)
-        close(received, submodels.local_submodel(plan, widths, KEY, i, plan.trained[i], PARAMS), rtol=0)
+        form = fedp3_wire.format_of(plan, i, PARAMS, pruning=submodels.magnitude(), local=widths)
+        parts.append(fedp3_wire.read_up(form, up, PARAMS))
+        low = [0, 2, 0, 1][i]  # of 0.5, 0.75 and 1
+        wanted = submodels.local_submodel(plan, widths, KEY, low, plan.trained[i], PARAMS)
+        close(fedp3_wire.read_down(form, down, PARAMS), wanted, rtol=0)
     # Half of 5-4-3-2: 5 x 2 + 2, 2 x 2 + 2 and 2 x 2 + 2 numbers.
     assert ledger["up"][0] == 64 * (12 + 6 + 6) and ledger["up"][1] == 64 * tree.size(PARAMS)
     assert metrics.bits_up == ledger["up"].mean() and metrics.bits_down == ledger["down"].mean()

@@ -141,13 +141,13 @@ def layers_of_fedp3():
         plans.plan(layers.named(params, final="head"), [["a", "head"], ["head"]], 0.5),
         submodels.magnitude(),
     )
-    made = submodels.server_masks(plan, pruning, KEY, params)
-    sent, masks = fedp3_wire.sent(plan, plan.trained[1], KEY, 1, params, made)
-    down = fedp3_wire.write_down(plan, pruning, 1, sent, masks)
-    up = fedp3_wire.write_up(plan, 0, params)
+    server = submodels.server_masks(plan, pruning, KEY, params)
+    sent, masks = submodels.sent(plan, plan.trained[1], KEY, 0, params, server)
+    first, second = (fedp3_wire.format_of(plan, client, params, pruning=pruning) for client in range(2))
+    down, up = fedp3_wire.write_down(second, sent, masks), fedp3_wire.write_up(first, params)
     return {
-        "down": (down, lambda data: fedp3_wire.read_down(plan, pruning, 1, data, params), params),
-        "up": (up, lambda data: fedp3_wire.read_up(plan, 0, data, params), params),
+        "down": (down, lambda data: fedp3_wire.read_down(second, data, params), params),
+        "up": (up, lambda data: fedp3_wire.read_up(first, data, params), params),
     }
 
 

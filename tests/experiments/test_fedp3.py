@@ -1,8 +1,6 @@
-"""The drivers of Chapter 4 at toy size, their arithmetic, the CIFAR-10 reader, the benchmark and the claims."""
+"""The drivers of Chapter 4 at toy size, their arithmetic, the benchmark and the claims."""
 
-import io
 import json
-import lzma
 from dataclasses import replace
 
 import jax
@@ -11,10 +9,9 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3 as algorithms
-from commjax.algorithms.fedp3 import plans
+from commjax.algorithms.fedp3 import local_pruning, plans
 from commjax.core.records import Record
 from commjax.core.runner import DivergedError
-from commjax.data import cifar
 from experiments.bench import fedp3 as bench
 from experiments.fedp3 import commands as fedp3
 from experiments.fedp3 import plans as fedp3_plans
@@ -201,16 +198,14 @@ def test_expected_bits_are_means_over_plans(settings):
     params = task.problem.init(jax.random.key(0), task.train.inputs[0, :1])
     for run in (Run("x", counts=(1, 3), keep=0.6), Run("y", counts=(2,), keep=0.5, local="ordered", low=0.5)):
         found = fedp3_plans.expected_bits(run, task.layers, params, 4)
-        drawn = algorithms.ledger(
-            fedp3_plans.plan_of(run, task.layers, 4000, 1), params, local_pruning=fedp3_plans.local_pruning(run, 4000)
-        )
+        plan, pruning = fedp3_plans.plan_of(run, task.layers, 4000, 1), fedp3_plans.local_pruning(run, 4000)
+        drawn = algorithms.ledger(plan, params, local_pruning=pruning)
         for way in ("up", "down"):
             assert found[way] == pytest.approx(drawn[way].mean(), rel=0.02)
     widths = fedp3_plans.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
     assert widths["up"] == widths["down"] < 0.9 * 32 * (64 * 8 + 3 * 8 * 8 + 8 * 10)
 
 
-@pytest.mark.parametrize("seed", [0, 4])
 @pytest.mark.parametrize(
     "run",
     [
@@ -219,22 +214,23 @@ def test_expected_bits_are_means_over_plans(settings):
         Run("z", counts=(3,), keep=0.6),
         Run("w", counts=(3,), keep=0.7, local="ordered", low=0.5),
         Run("a", counts=(1, 2, 3), keep=0.9, aggregate="weighted"),
+        Run("all", keep=1.0),
     ],
+    ids=lambda run: run.name,
 )
-def test_runs_that_share_a_program_find_their_own_plan_in_it(settings, run, seed):
+def test_a_program_serves_the_plans_of_all_seeds_and_of_runs_that_are_alike(settings, run):
     names = fedp3.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
-    several, rows = fedp3_plans.plans_of(run, settings, names, 6, seed)
-    wanted = fedp3_plans.plan_of(run, names, 6, seed)
-    np.testing.assert_array_equal(several.trained[rows], wanted.trained)
-    np.testing.assert_array_equal(several.keep[rows], wanted.keep)
     program = fedp3_plans.program_of(run, settings)
-    again, _ = fedp3_plans.plans_of(program, settings, names, 6, 3 * (seed // 3))
-    np.testing.assert_array_equal(again.trained, several.trained)
-    np.testing.assert_array_equal(again.keep, several.keep)
-    own, shared = fedp3_plans.local_pruning(run, 6), fedp3_plans.pruning_in(several, program, settings)
-    assert shared._replace(low=0) == own._replace(low=0)
-    np.testing.assert_array_equal(shared.low[rows] if np.ndim(shared.low) else shared.low, np.broadcast_to(own.low, 6))
-    assert fedp3_plans.plans_of(Run("all", keep=1.0), settings, names, 6, seed)[1] is None
+    shared = fedp3_plans.program_plan(program, settings, names, 6)
+    ours = fedp3_plans.local_pruning(program, 6, settings)
+    for seed in range(settings.seeds):
+        plan = fedp3_plans.plan_of(run, names, 6, seed)
+        found = plans.assigned(shared, plan, local_pruning.low_numbers(ours, shared, plan), jnp.arange(6))
+        np.testing.assert_array_equal(found.trained, plan.trained)
+        np.testing.assert_array_equal(plans.ratios(shared)[found.ratio], plan.keep)
+        wanted = fedp3_plans.local_pruning(run, 6)
+        assert ours._replace(low=0) == wanted._replace(low=0)
+        np.testing.assert_array_equal(local_pruning.lows(ours, shared)[found.low], np.full(6, wanted.low))
 
 
 def test_plans_and_bits_differ_between_seeds(overlap):
@@ -279,70 +275,6 @@ def test_all_tables_are_one_file(pretended, settings, tmp_path):
     fedp3.all_tables(replace(settings, out=tmp_path, task="fashion", splits=("class",)))
     text = (tmp_path / "fedp3.md").read_text()
     assert text.count("```") == 14 and "## ratio --trained 1 --others masked" in text and "## baselines" in text
-
-
-def test_jpeg_images_are_decoded_where_pillow_is(tmp_path, monkeypatch):
-    image = pytest.importorskip("PIL.Image")
-    flat = [np.full((32, 32, 3), 60 * i, np.uint8) for i in range(3)]
-    files = []
-    for one in flat:
-        buffer = io.BytesIO()
-        image.fromarray(one).save(buffer, "JPEG")
-        files.append(buffer.getvalue())
-    start = next(i for i, letters in enumerate(zip(*files)) if len(set(letters)) > 1)
-    bodies = [file[start:] for file in files]
-    arrays = {"header": np.frombuffer(files[0][:start], np.uint8), "body": np.frombuffer(b"".join(bodies), np.uint8)}
-    arrays |= {"offsets": np.cumsum([0, *map(len, bodies)]).astype(np.int32), "labels": np.arange(3, dtype=np.uint8)}
-    write_cifar(tmp_path, rows=2)
-    for part in ("train", "test"):
-        np.savez(tmp_path / "cifar10" / f"some_{part}_jpeg.npz", **arrays)
-    found = cifar.load(tmp_path)
-    assert np.abs(found.train * 255 - np.stack(flat)).max() < 3 and found.test_labels.tolist() == [0, 1, 2]
-    assert len(cifar.load(tmp_path, jpeg=False).train) == 2
-    monkeypatch.setattr(cifar, "_decoder", lambda: None)
-    assert len(cifar.load(tmp_path).train) == 2
-    with pytest.raises(ImportError, match="pip install pillow"):
-        cifar.load(tmp_path, jpeg=True)
-
-
-def write_cifar(folder, rows=3, **change):
-    rng = np.random.default_rng(0)
-    arrays = {"x": rng.integers(0, 256, (rows, 32, 32, 3), np.uint8), "y": np.arange(rows, dtype=np.uint8)} | change
-    (folder / "cifar10").mkdir(exist_ok=True)
-    for part in ("train", "test"):
-        with lzma.open(folder / "cifar10" / f"some_{part}_x.npy.xz", "wb") as file:
-            np.save(file, arrays["x"])
-        np.save(folder / "cifar10" / f"some_{part}_y.npy", arrays["y"])
-    return arrays
-
-
-def test_cifar_files_are_read(tmp_path):
-    wanted = write_cifar(tmp_path)
-    found = cifar.load(tmp_path)
-    np.testing.assert_array_equal(np.round(found.train * 255), wanted["x"])
-    assert found.test_labels.tolist() == [0, 1, 2] and found.train.dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"x": np.zeros((3, 32, 32), np.uint8)}, "allowed: uint8"),
-        ({"x": np.zeros((3, 32, 32, 3), np.float32)}, "allowed: uint8"),
-        ({"y": np.array([0, 1, 10], np.uint8)}, "allowed: one of 0..9"),
-        ({"y": np.array([0, 1], np.uint8)}, "allowed: one of 0..9"),
-    ],
-)
-def test_cifar_files_of_another_kind_are_refused(tmp_path, change, words):
-    write_cifar(tmp_path, **change)
-    with pytest.raises(ValueError, match=words):
-        cifar.load(tmp_path)
-
-
-def test_missing_or_ambiguous_cifar_files_are_named(tmp_path):
-    write_cifar(tmp_path)
-    np.save(tmp_path / "cifar10" / "other_test_y.npy", np.zeros(3))
-    with pytest.raises(FileNotFoundError, match=r"other_test_y.npy.*allowed: exactly one file"):
-        cifar.load(tmp_path)
 
 
 @pytest.mark.long

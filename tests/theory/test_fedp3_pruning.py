@@ -15,6 +15,7 @@ from commjax.algorithms.fedp3 import sketched
 from commjax.compressors import identity
 from commjax.problems import quadratic
 from commjax.theory import fedp3 as theory
+from commjax.theory import fedp3_counts
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "goldens_fedp3_theory.json").read_text())
 KEY = jax.random.key(0)
@@ -172,38 +173,38 @@ def test_the_golden_counts():
         layers = golden["layers"]
         *hidden, _ = layers
         assert sum(layers.values()) == golden["total"]
-        found = {layer: theory.sent(layers, [layer]) for layer in hidden}
+        found = {layer: fedp3_counts.sent(layers, [layer]) for layer in hidden}
         assert found == golden["comm_lowerB"]
-        spread = theory.spread([float(value) for value in found.values()])
+        spread = fedp3_counts.spread([float(value) for value in found.values()])
         assert round(100 * spread, 2) == pytest.approx(printed, abs=0.011)
         for ratio, wanted in golden["deployed"].items():
-            sizes = {layer: theory.deployed(layers, [layer], float(ratio)) for layer in hidden}
+            sizes = {layer: fedp3_counts.deployed(layers, [layer], float(ratio)) for layer in hidden}
             assert sizes == pytest.approx(wanted)
-            assert 100 * theory.spread(list(sizes.values())) == pytest.approx(
+            assert 100 * fedp3_counts.spread(list(sizes.values())) == pytest.approx(
                 golden["deployed_rel_diff_pct"][ratio], abs=0.0051
             )
         for count in range(1, len(hidden) + 1):
             wanted = golden["opu"][f"OPU{count}"]
-            assert theory.selection_share(layers, count) == pytest.approx(
+            assert fedp3_counts.selection_share(layers, count) == pytest.approx(
                 (wanted["layer_fraction"], wanted["expected_param_fraction"])
             )
     cifar = GOLDENS["fedp3_params"]["CIFAR10"]["layers"]
-    small, large = (theory.deployed(cifar, [layer], 0.5) for layer in ("conv1", "fc1"))
+    small, large = (fedp3_counts.deployed(cifar, [layer], 0.5) for layer in ("conv1", "fc1"))
     assert large / small - 1 == pytest.approx(0.5793, abs=5e-5)  # F3: larger by, not smaller by
     assert 1 - small / large == pytest.approx(0.3668, abs=5e-5)
     for part, golden in GOLDENS["fedp3_resnet"].items():
         if part in ("part", "full"):
-            saved = theory.combined_saving(0.9, golden["vs_full_pct"] / 100)
+            saved = fedp3_counts.combined_saving(0.9, golden["vs_full_pct"] / 100)
             assert 100 * saved == pytest.approx(golden["vs_fedavg_pct"])
 
 
 def test_bad_counts_are_refused():
     layers = {"a": 1, "b": 2, "last": 3}
     with pytest.raises(ValueError, match=r"trained=\['c'\]; allowed: a, b, last, got c"):
-        theory.sent(layers, ["c"])
+        fedp3_counts.sent(layers, ["c"])
     for keep in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"keep={keep}; allowed: 0 < keep <= 1"):
-            theory.deployed(layers, ["a"], keep)
+            fedp3_counts.deployed(layers, ["a"], keep)
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"count={count}; allowed: 1 to 2"):
-            theory.selection_share(layers, count)
+            fedp3_counts.selection_share(layers, count)

@@ -150,17 +150,14 @@ def test_the_golden_noise_and_schedules():
 
 
 @given(
-    st.floats(0.1, 10),
-    st.floats(1e-8, 0.1),
-    st.floats(0.1, 10),
-    st.floats(1e-3, 100),
-    st.floats(0.1, 10),
-    st.floats(0.5, 8),
-    st.integers(1, 5000),
-    st.integers(2, 5000),
+    st.tuples(st.floats(0.1, 10), st.floats(1e-8, 0.1)),
+    st.tuples(st.floats(0.1, 10), st.floats(1e-3, 100)),
+    st.tuples(st.floats(0.1, 10), st.floats(0.5, 8)),
+    st.tuples(st.integers(1, 5000), st.integers(2, 5000)),
     st.floats(0.01, 1),
 )
-def test_the_schedule_reaches_its_bound(epsilon, delta, L, delta0, C, c, d, m, q):
+def test_the_schedule_reaches_its_bound(privacy, problem, scales, sizes, q):
+    (epsilon, delta), (L, delta0), (C, c), (d, m) = privacy, problem, scales, sizes
     b = q * m
     plan = ldp.schedule(epsilon, delta, L=L, delta0=delta0, C=C, c=c, d=d, m=m, b=b)
     sigma2 = ldp.noise_variance(epsilon, delta, c=c, C=C, K=plan.K, m=m)

@@ -1,6 +1,5 @@
 """FedCR on layers (the thesis's FedCR-OPU3): a client trains some layers of the shared body and uploads only those."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +8,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from commjax.algorithms.fedcr import method
-from commjax.algorithms.fedcr.method import HParams, Network, Server, check
-from commjax.algorithms.fedp3 import aggregation, layers, submodels
+from commjax.algorithms.fedcr.distributions import Experts, known
+from commjax.algorithms.fedcr.method import HParams, Local, Network, Over, Server, check
+from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
 from commjax.algorithms.fedp3 import wire as fedp3_wire
-from commjax.algorithms.fedp3.plans import Plan, check_rows
+from commjax.algorithms.fedp3.aggregation import Uploads
+from commjax.algorithms.fedp3.plans import Assignment, Plan
 from commjax.algorithms.fedp3.submodels import Pruning
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Metrics, Params, Spec, State
+from commjax.core.base import Algorithm, Key, Metrics, Params, Spec, State
 from commjax.core.local import Sample
 
 __all__ = ["Client", "HParams", "fedcr_layers", "ledger"]
@@ -27,12 +28,12 @@ class Client(NamedTuple):
     Attributes:
         id: number of the client.
         head: the client's head.
-        row: the client's row of the plan.
+        plan: what the plan tells the client.
     """
 
     id: Int[Array, "*n"]
     head: PyTree
-    row: Int[Array, "*n"]
+    plan: Assignment
 
 
 def fedcr_layers(
@@ -43,7 +44,7 @@ def fedcr_layers(
     steps: int,
     pruning: Pruning | None = None,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
 ) -> Algorithm:
     r"""FedP3's layers with FedCR's objective.
 
@@ -65,7 +66,7 @@ def fedcr_layers(
         over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
 
     Returns:
-        The algorithm.  Its `init(params, ids, rows=None)` takes `rows` as that of `fedp3` does.
+        The algorithm.  Its `init(params, ids, plan=None)` takes the plan of the run, as that of `fedp3` does.
 
     Thesis: Fig. 4.2 (right).
     Holds if: all layers are trained: FedCR.
@@ -74,54 +75,66 @@ def fedcr_layers(
     rounds.check_cohort(cohort)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    cut = pruning or submodels.magnitude()
+    compiled, cut = plan, pruning or submodels.magnitude()
 
-    def init(params: Params, ids: Int[Array, "n"], rows: Any = None) -> State:
-        server = method.blank(network, params)
-        if plan.layers.of.count(len(plan.layers.names) - 1) != len(jax.tree.leaves(params["head"])):
-            raise ValueError(
-                f"plan: the final layer {plan.layers.names[-1]!r} is not the head; allowed: the head alone"
-            )
-        check_rows(plan, len(ids), rows)
-        submodels.check(plan, cut, submodels.fixed(), params)
-        return State(
-            server, Client(ids, tree.repeat(params["head"], len(ids)), ids if rows is None else jnp.asarray(rows))
-        )
+    def init(params: Params, ids: Int[Array, "n"], plan: Plan | None = None) -> State:
+        return _init(network, compiled, cut, params, ids, plan=plan)
 
-    def step(key, hparams, state, batch, *, axis_name=None):
+    def step(
+        key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None
+    ) -> tuple[State, Metrics]:
         server, n = state.server, rounds.count(state.clients.id, axis_name)
-        key_round = jax.random.fold_in(key, server.round)
-        here = rounds.cohort(jax.random.fold_in(key_round, n), state.clients.id, cohort, axis_name)
-        made = submodels.server_masks(plan, cut, jax.random.fold_in(key_round, n + 1), server.params)
-        received, made = rounds.broadcast((server, made), axis_name)
-        members = n if cohort is None else cohort
+        keys = rounds.keys(key, server.round, n)
+        drawn = rounds.cohort(keys.cohort, state.clients.id, cohort, axis_name)
+        masks = submodels.server_masks(compiled, cut, keys.server, server.params)
+        received, masks = rounds.broadcast((server, masks), axis_name)
 
-        def one(client, data):
-            key_own = jax.random.fold_in(key_round, client.id)
-            mine = jnp.asarray(plan.trained)[client.row]
-            key_masks = jax.random.fold_in(key_own, steps)
-            sent, _ = fedp3_wire.sent(plan, mine, key_masks, client.row, received.params, made)
-            start, moves = {**sent, "head": client.head}, layers.by_leaf(plan.layers, server.params, mine)
-            model, losses = method.train(network, sample, steps, key_own, hparams, received.classes, start, data, moves)
-            experts = method.experts_of(network, model, data)
+        def client_round(client: Client, data: Any) -> tuple[Client, Params, Experts, Array]:
+            key, mine = keys.client(client.id), client.plan.trained
+            key_masks = jax.random.fold_in(key, steps)
+            sent, _ = submodels.sent(compiled, mine, key_masks, client.plan.ratio, received.params, masks)
+            moves = layers.by_leaf(compiled.layers, server.params, mine)
+            work = Local(key, hparams, received.classes, {**sent, "head": client.head}, data, moves)
+            model, losses = method.train(network, sample, steps, work)
             # The mean gives the layers outside L_i the weight 0, so that they need not be removed here.
-            return client._replace(head=model["head"]), tree.sub(model, received.params), experts, losses[0]
+            update = tree.sub(model, received.params)
+            return client._replace(head=model["head"]), update, method.experts_of(network, model, data), losses[0]
 
-        present = here.take(state.clients)
-        rows, updates, experts, losses = over(one)(present, here.take(batch))
-        holds = jnp.asarray(plan.trained)[present.row]
-        weight = aggregation.weights(jnp.zeros(holds.shape, jnp.zeros(()).dtype), holds)
-        move = aggregation.joined(plan.layers, updates, weight, axis_name, here.weights)
+        present = drawn.take(state.clients)
+        clients, updates, experts, losses = over(client_round)(present, drawn.take(batch))
+        trained, members = present.plan.trained, n if cohort is None else cohort
+        logits = jnp.zeros(trained.shape, jnp.zeros(()).dtype)
+        uploads = Uploads(updates, trained, logits, axis_name, drawn.weights, members)
+        move = aggregation.mean_move(compiled.layers, uploads)
         params = {**server.params, "body": tree.add(server.params["body"], move["body"])}
-        total = rounds.mean(tree.scale(members, experts), axis_name, here.weights)
-        bits = ledger(plan, server, cut)
-        up, down = (jnp.asarray(bits[way], jnp.zeros(()).dtype)[present.row] for way in ("up", "down"))
-        loss, up, down = rounds.mean((losses, up, down), axis_name, here.weights)
-        new = Server(server.round + 1, params, method.known(hparams, server.classes, total))
-        share = members / n
-        return State(new, here.put(state.clients, rows)), Metrics(loss, share * up, share * down)
+        total = rounds.mean(tree.scale(members, experts), axis_name, drawn.weights)
+        metrics = aggregation.mean_metrics(losses, _tables(compiled, server, cut), present.plan, uploads, n)
+        after = Server(server.round + 1, params, known(hparams, server.classes, total))
+        return State(after, drawn.put(state.clients, clients)), metrics
 
     return Algorithm(checks.checked_init(init), step, spec=Spec(HParams, Server, Client, check))
+
+
+def _init(
+    network: Network, compiled: Plan, pruning: Pruning, params: Params, ids: Int[Array, "n"], *, plan: Plan | None
+) -> State:
+    server = method.blank(network, params)
+    if compiled.layers.of.count(len(compiled.layers.names) - 1) != len(jax.tree.leaves(params["head"])):
+        raise ValueError(
+            f"plan: the final layer {compiled.layers.names[-1]!r} is not the head; allowed: the head alone"
+        )
+    run = compiled if plan is None else plan
+    plans.check_clients(run, len(ids))
+    submodels.check(compiled, pruning, params)
+    rows = plans.assigned(compiled, run, np.zeros(len(run.keep), int), ids)
+    return State(server, Client(ids, tree.repeat(params["head"], len(ids)), rows))
+
+
+def _tables(plan: Plan, server: Server, pruning: Pruning) -> tuple[np.ndarray, np.ndarray]:
+    """Bits up and bits down of every kind of client (`fedp3.wire.tables`)."""
+    up, down = fedp3_wire.tables(plan, server.params, pruning=pruning, local_head=True)
+    classes = rounds.dense_bits(server.classes)
+    return up - rounds.dense_bits(server.params["head"]) + classes, down + classes
 
 
 def ledger(plan: Plan, server: Server, pruning: Pruning | None = None) -> dict[str, Float[np.ndarray, "n"]]:
@@ -138,6 +151,7 @@ def ledger(plan: Plan, server: Server, pruning: Pruning | None = None) -> dict[s
     Returns:
         {"up": bits up [n], "down": bits down [n]}.
     """
-    up, down = fedp3_wire.prices(plan, pruning or submodels.magnitude(), server.params, local_head=True)
-    classes = rounds.dense_bits(server.classes)
-    return {"up": up - rounds.dense_bits(server.params["head"]) + classes, "down": down + classes}
+    up, down = _tables(plan, server, pruning or submodels.magnitude())
+    rows = plans.assigned(plan, plan, np.zeros(len(plan.keep), int), jnp.arange(len(plan.keep)))
+    kind = tuple(np.asarray(column) for column in (rows.layer_set, rows.ratio, rows.low))
+    return {"up": up[kind], "down": down[kind]}

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from commjax.algorithms.fedcr.distributions import Experts, Normal, divergence, experts, known
 from commjax.compressors import wire
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Codec, Key, Params, Spec, State
+from commjax.core.base import Algorithm, Codec, Key, Message, Params, Round, Spec, State
 from commjax.core.local import Sample
 
-# Lower limit of a standard deviation inside a logarithm.
-LEAST = 1e-8
+# Maps a function of one client over the clients: `jax.vmap` or `rounds.one_by_one`.
+Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class HParams(NamedTuple):
@@ -49,18 +50,6 @@ def check(hparams: HParams, n: int) -> None:
     checks.at_least_zero("beta", hparams.beta)
     checks.share("mix", hparams.mix)
     checks.above_zero("clip", hparams.clip)
-
-
-class Normal(NamedTuple):
-    """Independent normal variables.
-
-    Attributes:
-        mean: the means.
-        scale: the standard deviations.
-    """
-
-    mean: Float[Array, "*rows z"]
-    scale: Float[Array, "*rows z"]
 
 
 class Server(NamedTuple):
@@ -105,51 +94,6 @@ class Network(NamedTuple):
     z: int
 
 
-def gaussian(outputs: Float[Array, "b zz"]) -> Normal:
-    """A normal distribution from the outputs of a network.
-
-    Args:
-        outputs: the means in the first half of the last axis; in the second half numbers whose softplus are the
-            standard deviations.
-
-    Returns:
-        The distribution.
-    """
-    mean, raw = jnp.split(outputs, 2, axis=-1)
-    return Normal(mean, jax.nn.softplus(raw))
-
-
-def divergence(q: Normal, p: Normal) -> Float[Array, "*rows"]:
-    """KL(q || p), summed over features.
-
-    >>> divergence(Normal(jnp.zeros(2), jnp.ones(2)), Normal(jnp.ones(2), jnp.ones(2))).item()
-    1.0
-    """
-    logs = jnp.log(jnp.maximum(p.scale, LEAST)) - jnp.log(jnp.maximum(q.scale, LEAST))
-    return jnp.sum(logs + (q.scale**2 + (q.mean - p.mean) ** 2) / (2 * p.scale**2) - 0.5, axis=-1)
-
-
-class _Experts(NamedTuple):
-    """A product of normal densities, which is normal: precisions add up, and so do precisions times means."""
-
-    precision: Float[Array, "classes z"]
-    weighted: Float[Array, "classes z"]
-
-
-def _experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: int) -> _Experts:
-    """For each class the product over the client's rows of that class."""
-    belongs = (targets[None] == jnp.arange(classes, dtype=targets.dtype)[:, None]) & real[None]
-    precision = 1 / features.scale**2
-    chosen = belongs.astype(precision.dtype)
-    return _Experts(chosen @ precision, chosen @ (precision * features.mean))
-
-
-def _product(experts: _Experts) -> Normal:
-    """The product of the experts and one more, a standard normal."""
-    precision = 1 + experts.precision
-    return Normal(experts.weighted / precision, 1 / jnp.sqrt(precision))
-
-
 def blank(network: Network, params: Params) -> Server:
     """The server before the first round: every class has the standard normal distribution.
 
@@ -166,45 +110,61 @@ def blank(network: Network, params: Params) -> Server:
     return Server(jnp.zeros((), jnp.int32), params, Normal(jnp.zeros(shape, dtype), jnp.ones(shape, dtype)))
 
 
-def train(network: Network, sample: Sample, steps: int, key, hparams, classes: Normal, start: Params, data, moves=None):
-    """The local steps of one client.
+class Local(NamedTuple):
+    """What the local steps of a client start from.
 
-    Args:
-        network: the network.
-        sample: `sample(key, data)` returns the rows for one step.
-        steps: number of local steps.
+    Attributes:
         key: the client's key of the round.
         hparams: the hyperparameters.
         classes: r(z | y), [classes, z].
         start: {"body", "head"} with which the client starts.
         data: the client's data, as `data.stacked.Examples` without the client axis.
         moves: a tree like `start` that says whether each leaf is trained; None is all of them.
+    """
+
+    key: Key
+    hparams: Any
+    classes: Normal
+    start: Params
+    data: Any
+    moves: PyTree = None
+
+
+def train(network: Network, sample: Sample, steps: int, work: Local) -> tuple[Params, Float[Array, "steps"]]:
+    """The local steps of one client.
+
+    Args:
+        network: the network.
+        sample: `sample(key, data)` returns the rows for one step.
+        steps: number of local steps.
+        work: what the client starts from.
 
     Returns:
         The model after the steps, and the loss at each step.
     """
+    hparams, moves = work.hparams, work.moves
 
-    def loss(model, key, rows):
+    def loss(model: Params, key: Key, rows: Any) -> Array:
         features = network.body(model["body"], rows.inputs)
         noise = jax.random.normal(key, features.mean.shape, features.mean.dtype)
         scores = network.head(model["head"], features.mean + features.scale * noise)
         entropy = optax.softmax_cross_entropy_with_integer_labels(scores, rows.targets)
-        of_rows = jax.tree.map(lambda leaf: leaf[rows.targets], classes)
+        of_rows = jax.tree.map(lambda leaf: leaf[rows.targets], work.classes)
         each = entropy + jnp.asarray(hparams.beta).astype(entropy.dtype) * divergence(of_rows, features)
         return jnp.sum(rows.weights.astype(each.dtype) * each)
 
-    def one(model, number):
-        key_rows, key_noise = jax.random.split(jax.random.fold_in(key, number))
-        value, grad = jax.value_and_grad(loss)(model, key_noise, sample(key_rows, data))
+    def local_step(model: Params, number: Array) -> tuple[Params, Array]:
+        key_rows, key_noise = jax.random.split(jax.random.fold_in(work.key, number))
+        value, grad = jax.value_and_grad(loss)(model, key_noise, sample(key_rows, work.data))
         if moves is not None:
             grad = jax.tree.map(lambda g, yes: jnp.where(yes, g, jnp.zeros((), g.dtype)), grad, moves)
         shorter = jnp.minimum(1, hparams.clip / jnp.sqrt(tree.sq_norm(grad)))
         return tree.add_scaled(model, -hparams.stepsize * shorter, grad), value
 
-    return jax.lax.scan(one, start, jnp.arange(steps))
+    return jax.lax.scan(local_step, work.start, jnp.arange(steps))
 
 
-def experts_of(network: Network, model: Params, data: Any) -> _Experts:
+def experts_of(network: Network, model: Params, data: Any) -> Experts:
     """What a client knows about each class: the product of the feature distributions of its rows.
 
     Args:
@@ -215,26 +175,7 @@ def experts_of(network: Network, model: Params, data: Any) -> _Experts:
     Returns:
         The precisions and the precisions times means, [classes, z] each.
     """
-    return _experts(network.body(model["body"], data.inputs), data.targets, data.weights > 0, network.classes)
-
-
-def known(hparams: Any, old: Normal, experts: _Experts) -> Normal:
-    """The new r(z | y).  A class of which no client has a row keeps its distribution.
-
-    Args:
-        hparams: hyperparameters with `mix`.
-        old: r(z | y) before the round.
-        experts: the sum of `experts_of` over the clients.
-
-    Returns:
-        The new distributions, [classes, z].
-    """
-    new, mix, held = _product(experts), hparams.mix, experts.precision > 0
-
-    def mixed(old, new):
-        return jnp.where(held, tree.add_scaled(tree.scale(1 - mix, old), mix, new), old)
-
-    return jax.tree.map(mixed, old, new)
+    return experts(network.body(model["body"], data.inputs), data.targets, data.weights > 0, network.classes)
 
 
 def fedcr(
@@ -243,7 +184,7 @@ def fedcr(
     *,
     steps: int,
     cohort: int | None = None,
-    over: Callable = jax.vmap,
+    over: Over = jax.vmap,
 ) -> Algorithm:
     r"""FedCR (Zhang et al., ICML 2023).
 
@@ -284,19 +225,19 @@ def fedcr(
     def init(params: Params, ids: Int[Array, "n"]) -> State:
         return State(blank(network, params), Client(ids, tree.repeat(params["head"], len(ids))))
 
-    def client_step(round, hparams, server, client, data):
+    def client_step(round: Round, hparams: Any, server: Any, client: Any, data: Any) -> tuple[Client, Message, Array]:
         start = {"body": server.params["body"], "head": client.head}
-        model, losses = train(network, sample, steps, round.client_key, hparams, server.classes, start, data)
-        experts = experts_of(network, model, data)
+        model, losses = train(network, sample, steps, Local(round.client_key, hparams, server.classes, start, data))
+        told = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
         # The server takes the mean of the messages; the factor turns the mean of the experts into their sum.
-        message = tree.sub(model["body"], server.params["body"]), tree.scale(members, experts)
+        message = tree.sub(model["body"], server.params["body"]), tree.scale(members, told)
         return Client(client.id, model["head"]), round.send(message), losses[0]
 
-    def server_step(hparams, server, received):
-        update, experts = received
+    def server_step(hparams: Any, server: Any, received: Any) -> Any:
+        update, total = received
         params = {**server.params, "body": tree.add(server.params["body"], update)}
-        return server._replace(params=params, classes=known(hparams, server.classes, experts))
+        return server._replace(params=params, classes=known(hparams, server.classes, total))
 
     spec = Spec(HParams, Server, Client, check)
     return rounds.federated(
@@ -334,8 +275,8 @@ def _download() -> Codec:
 def _upload() -> Codec:
     """The change of the body and the experts, which have as many numbers as the body and the classes."""
 
-    def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, _Experts]:
-        return wire.decode_tree(data, (server.params["body"], _Experts(*server.classes)))
+    def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, Experts]:
+        return wire.decode_tree(data, (server.params["body"], Experts(*server.classes)))
 
     return Codec(lambda server, id: bits_down(server), lambda key, x, id, n: wire.encode_tree(x), read)
 

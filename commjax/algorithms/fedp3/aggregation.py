@@ -20,9 +20,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 from commjax.algorithms.fedp3.layers import Layers, by_leaf
-from commjax.algorithms.fedp3.plans import Plan
+from commjax.algorithms.fedp3.plans import Assignment
 from commjax.core import rounds, tree
-from commjax.core.base import Params
+from commjax.core.base import Metrics, Params
+
+Loss = Callable[[Params, Any], Array]
 
 # Logits are clipped to [-MOST, MOST], so that no exponential overflows.
 MOST = 20.0
@@ -33,25 +35,26 @@ class Aggregation(NamedTuple):
 
     Attributes:
         name: name of the rule.
-        logits: `logits(plan)` returns b, [n, layers].  If b is learned, these are the first ones.
+        logits: `logits(trained)` returns b, [m, layers], for clients that train the layers `trained`, [m, layers].
+            If b is learned, these are the first ones.
         held: batch of the server on which b is learned; None if b is not learned.
         steps: gradient steps on b in every round; 0 if b is not learned.
         stepsize: stepsize of these steps.
     """
 
     name: str
-    logits: Callable[[Plan], np.ndarray]
+    logits: Callable[[np.ndarray], np.ndarray]
     held: PyTree = None
     steps: int = 0
     stepsize: float = 0.0
 
 
-def _zeros(plan: Plan) -> np.ndarray:
-    return np.zeros(plan.trained.shape)
+def _zeros(trained: np.ndarray) -> np.ndarray:
+    return np.zeros(trained.shape)
 
 
-def _log_layers(plan: Plan) -> np.ndarray:
-    return np.broadcast_to(np.log(plan.trained.sum(axis=1, keepdims=True)), plan.trained.shape)
+def _log_layers(trained: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.log(trained.sum(axis=1, keepdims=True)), trained.shape)
 
 
 def simple() -> Aggregation:
@@ -133,70 +136,128 @@ def joined(
     17.5
     """
     # The sums are matrix products, because XLA's CPU reduction along the first axis takes 500 times as long.
-    here = jnp.where(rounds.real(len(weights), axis_name)[:, None], weights, 0)
-    here = here if present is None else here * present[:, None].astype(here.dtype)
-    total = rounds.mean(jnp.sum(here, axis=0)[None], axis_name)
+    shares = jnp.where(rounds.real(len(weights), axis_name)[:, None], weights, 0)
+    shares = shares if present is None else shares * present[:, None].astype(shares.dtype)
+    total = rounds.mean(jnp.sum(shares, axis=0)[None], axis_name)
 
-    def one(rows: Array, weight: Array, total: Array) -> Array:
+    def leaf_mean(rows: Array, share: Array, total: Array) -> Array:
         scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
-        here = jnp.tensordot(weight.astype(rows.dtype), rows, 1, precision=jax.lax.Precision.HIGHEST)
-        return rounds.mean(here[None], axis_name) * scale.astype(rows.dtype)
+        local_sum = jnp.tensordot(share.astype(rows.dtype), rows, 1, precision=jax.lax.Precision.HIGHEST)
+        return rounds.mean(local_sum[None], axis_name) * scale.astype(rows.dtype)
 
     structure = jax.tree.map(lambda leaf: leaf[0], updates)
-    return jax.tree.map(one, updates, by_leaf(layers, structure, here.T), by_leaf(layers, structure, total))
+    return jax.tree.map(leaf_mean, updates, by_leaf(layers, structure, shares.T), by_leaf(layers, structure, total))
 
 
-def learned(
-    how: Aggregation,
-    loss: Callable[[Params, Any], Array],
-    layers: Layers,
-    params: Params,
-    updates: PyTree,
-    logits: Float[Array, "m l"],
-    holds: Bool[Array, "m l"],
-    axis_name: str | None = None,
-    present: Shaped[Array, "m"] | None = None,
-    members: int = 1,
-) -> Float[Array, "m l"]:
-    """Gradient steps on the logits.
+class Uploads(NamedTuple):
+    """What the server has of the clients of a round.
 
-        U_i = W_i - W,   U^l = sum_i a_il U_i^l
-        `steps` times:  b_il <- b_il - stepsize a_il <grad_l loss(W + U; held), U_i^l - U^l>
-
-    Args:
-        how: the rule, with `held`, `steps` and `stepsize`.
-        loss: `loss(params, held)` returns a scalar.
-        layers: the layers of the params.
-        params: W.
-        updates: U_i, a pytree like the params with a leading axis of m clients.
-        logits: b, one row per client.
-        holds: whether the client trains the layer.
+    Attributes:
+        updates: U_i = W_i - W, a pytree like the params with a leading axis of m clients.
+        trained: whether the client trains the layer, [m, layers].
+        logits: b, [m, layers].
         axis_name: name of the device axis, if the clients are on several devices.
         present: weight of each client in the cohort, 0 for a client outside it; None if all m clients take part.
         members: number of clients that take part, on all devices.
+    """
+
+    updates: PyTree
+    trained: Bool[Array, "m l"]
+    logits: Float[Array, "m l"]
+    axis_name: str | None = None
+    present: Shaped[Array, "m"] | None = None
+    members: int = 1
+
+
+class Step(NamedTuple):
+    """The step of the server.
+
+    Attributes:
+        move: sum_i a_il (W_i^l - W^l), a pytree like the params.
+        logits: b after the round, [m, layers].
+    """
+
+    move: Params
+    logits: Float[Array, "m l"]
+
+
+def aggregated(rule: Aggregation, loss: Loss, layers: Layers, params: Params, uploads: Uploads) -> Step:
+    """Learn the logits, if the rule says so, and average the layers.
+
+    Args:
+        rule: the rule.
+        loss: `loss(params, held)` returns a scalar; used only if the logits are learned.
+        layers: the layers of the params.
+        params: W.
+        uploads: what the clients sent.
+
+    Returns:
+        The step of the server and the new logits.
+    """
+    logits = learned(rule, loss, layers, params, uploads)
+    return Step(mean_move(layers, uploads._replace(logits=logits)), logits)
+
+
+def mean_move(layers: Layers, uploads: Uploads) -> Params:
+    """The step of the server with the given logits: sum_i a_il U_i^l."""
+    weight = weights(uploads.logits, uploads.trained)
+    return joined(layers, uploads.updates, weight, uploads.axis_name, uploads.present)
+
+
+def learned(rule: Aggregation, loss: Loss, layers: Layers, params: Params, uploads: Uploads) -> Float[Array, "m l"]:
+    """Gradient steps on the logits.
+
+        U^l = sum_i a_il U_i^l
+        `steps` times:  b_il <- b_il - stepsize a_il <grad_l loss(W + U; held), U_i^l - U^l>
+
+    Args:
+        rule: the rule, with `held`, `steps` and `stepsize`.
+        loss: `loss(params, held)` returns a scalar.
+        layers: the layers of the params.
+        params: W.
+        uploads: U_i and b.
 
     Returns:
         The new logits, clipped to [-20, 20].
     """
-    for _ in range(how.steps):
-        weight = weights(logits, holds)
+    updates, _, logits, axis_name, present, members = uploads
+    for _ in range(rule.steps):
+        weight = weights(logits, uploads.trained)
         move = joined(layers, updates, weight, axis_name, present)
-        slope = jax.grad(loss)(tree.add(params, move), how.held)
+        slope = jax.grad(loss)(tree.add(params, move), rule.held)
         along = [
             jnp.tensordot(rows.reshape(len(rows), -1), grad.reshape(-1), 1) - jnp.vdot(grad, mean)[None]
-            for rows, grad, mean in zip(*map(jax.tree.leaves, (updates, slope, move)))
+            for rows, grad, mean in zip(*map(jax.tree.leaves, (updates, slope, move)), strict=True)
         ]
-        inner = jnp.stack(
-            [
-                sum(
-                    (one for one, layer in zip(along, layers.of) if layer == number),
-                    jnp.zeros(len(logits), logits.dtype),
-                )
-                for number in range(len(layers.names))
-            ],
-            axis=1,
-        )
+        none = jnp.zeros(len(logits), logits.dtype)
+        by_layer = [
+            sum((product for product, layer in zip(along, layers.of, strict=True) if layer == number), none)
+            for number in range(len(layers.names))
+        ]
         total = members * rounds.mean(weight, axis_name, present)
         share = weight / jnp.where(total > 0, total, 1)[None]
-        logits = jnp.clip(logits - jnp.asarray(how.stepsize, logits.dtype) * share * inner, -MOST, MOST)
+        stepsize = jnp.asarray(rule.stepsize, logits.dtype)
+        logits = jnp.clip(logits - stepsize * share * jnp.stack(by_layer, axis=1), -MOST, MOST)
     return logits
+
+
+def mean_metrics(
+    losses: Float[Array, "m"], bits: tuple[np.ndarray, np.ndarray], plan: Assignment, uploads: Uploads, n: int
+) -> Metrics:
+    """The mean loss over the clients of a round, and the mean bits over all n clients.
+
+    Args:
+        losses: one for each client of the round.
+        bits: bits up and bits down of every kind of client (`wire.tables`).
+        plan: what the plan tells the clients of the round.
+        uploads: which clients take part, and on which device axis they are.
+        n: number of clients.
+
+    Returns:
+        The metrics.
+    """
+    dtype, kind = jnp.zeros(()).dtype, (plan.layer_set, plan.ratio, plan.low)
+    up, down = (jnp.asarray(table, dtype)[kind] for table in bits)
+    loss, bits_up, bits_down = rounds.mean((losses, up, down), uploads.axis_name, uploads.present)
+    share = uploads.members / n
+    return Metrics(loss, share * bits_up, share * bits_down)

@@ -4,7 +4,7 @@ A part of a tree has None for each leaf that is left out.  `jax.tree` functions 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +32,8 @@ def paths_of(params: Params) -> list[str]:
 
 def _order(name: str) -> list[tuple[int, int, str]]:
     """Sort key that puts Dense_10 after Dense_9."""
-    digits, parts = "", []
+    digits = ""
+    parts: list[tuple[int, int, str]] = []
     for letter in name + "\0":
         if letter.isdigit():
             digits += letter
@@ -71,11 +72,11 @@ def named(params: Params, *, final: str, groups: Mapping[str, Sequence[str]] | N
 
     def layer(leaf: str) -> int:
         prefixes = [leaf[:end] for end, letter in enumerate(leaf + "/") if letter == "/"]
-        found = [prefix for prefix in prefixes if prefix in under]
-        if len(found) != 1:
-            raise ValueError(f"groups: {leaf} is in {[under[one] for one in found]}; allowed: exactly one layer")
-        unused.difference_update(found)
-        return names.index(under[found[0]])
+        matches = [prefix for prefix in prefixes if prefix in under]
+        if len(matches) != 1:
+            raise ValueError(f"groups: {leaf} is in {[under[match] for match in matches]}; allowed: exactly one layer")
+        unused.difference_update(matches)
+        return names.index(under[matches[0]])
 
     of = tuple(map(layer, paths))
     if unused:
@@ -109,12 +110,12 @@ def chosen(layers: Layers, given: Iterable[str]) -> np.ndarray:
     >>> chosen(Layers(("body", "head"), (0, 1)), ["head"]).tolist()
     [False, True]
     """
-    given = list(given)
-    check_names(layers.names, given)
-    return np.array([name in given for name in layers.names])
+    names = list(given)
+    check_names(layers.names, names)
+    return np.array([name in names for name in layers.names])
 
 
-def by_leaf(layers: Layers, params: PyTree, values: Sequence | np.ndarray | Array) -> PyTree:
+def by_leaf(layers: Layers, params: PyTree, values: Sequence[Any] | np.ndarray | Array) -> PyTree:
     """A tree that has at every leaf the value of its layer.
 
     Args:
@@ -149,6 +150,15 @@ def split(layers: Layers, params: Params, mask: Sequence[bool] | np.ndarray) -> 
     inside = [leaf if mask[number] else None for leaf, number in zip(leaves, layers.of, strict=True)]
     outside = [None if mask[number] else leaf for leaf, number in zip(leaves, layers.of, strict=True)]
     return structure.unflatten(inside), structure.unflatten(outside)
+
+
+def head(layers: Layers, params: Params) -> PyTree:
+    """The final layer, as a part of the tree.
+
+    >>> head(Layers(("body", "head"), (0, 1)), {"body": 1.0, "head": 2.0})
+    {'body': None, 'head': 2.0}
+    """
+    return split(layers, params, chosen(layers, layers.names[-1:]))[0]
 
 
 def join(part: PyTree, other: PyTree) -> Params:

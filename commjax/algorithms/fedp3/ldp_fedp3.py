@@ -15,7 +15,7 @@ from commjax.algorithms.fedp3.sketched import Client, Server, check_dimension, s
 from commjax.algorithms.flix import client_value
 from commjax.compressors.joint import perm_k
 from commjax.core import checks, rounds, tree
-from commjax.core.base import Algorithm, Compressor, Params, Spec, State
+from commjax.core.base import Algorithm, Compressor, Message, Params, Round, Spec, State
 from commjax.privacy import accounting, mechanism
 from commjax.privacy.accounting import Certificate
 from commjax.privacy.mechanism import Loss
@@ -63,7 +63,7 @@ def ldp_fedp3(
     clipped: Literal["whole", "sent"] = "whole",
     capacity: int | None = None,
     rows: ArrayLike | None = None,
-    over: Callable = jax.vmap,
+    over: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.vmap,
 ) -> Algorithm:
     r"""LDP-FedP3.
 
@@ -109,23 +109,25 @@ def ldp_fedp3(
         check_dimension(sketch, tree.size(params), len(ids))
         if data is not None:
             mechanism.check_per_example(loss, params, mechanism.largest(data))
-            counts = np.asarray(jax.vmap(lambda one: jnp.sum(mechanism.present(one)))(data))
+            counts = np.asarray(jax.vmap(lambda rows: jnp.sum(mechanism.present(rows)))(data))
             if public is None and counts.min() < 1:
                 raise ValueError(f"data: client {counts.argmin()} has 0 rows; allowed: at least 1 (or public `rows`)")
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
 
-    def client_step(round, hparams, server, client, data):
+    def client_step(
+        round: Round, hparams: Any, server: Server, client: Client, data: Any
+    ) -> tuple[Client, Message, Array]:
         present = mechanism.present(data)
         came = mechanism.poisson(use_key(round.client_key, 2), hparams.rate, present)
-        rows, here = jnp.arange(len(came)), came
+        rows, drawn = jnp.arange(len(came)), came
         if capacity is not None and capacity < len(came):
             rows = jnp.nonzero(came, size=capacity, fill_value=0)[0]
-            here = jnp.arange(capacity) < jnp.sum(came)
+            drawn = jnp.arange(capacity) < jnp.sum(came)
         grads = jax.vmap(lambda row: grad(server.params, mechanism.single(data, row)))(rows)
         if clipped == "sent":
             sent = sketch.compress(round.key, jax.tree.map(jnp.ones_like, server.params), round.id, round.n).value
             grads = jax.tree.map(lambda leaf, part: jnp.where((part != 0)[None], leaf, 0), grads, sent)
-        total = mechanism.clipped_sum(grads, hparams.clip, here)[0]
+        total = mechanism.clipped_sum(grads, hparams.clip, drawn)[0]
         # Without noise (and privacy) C may be infinite, and 0 * infinity is not a number.
         deviation = jnp.where(hparams.noise > 0, hparams.noise * jnp.asarray(hparams.clip), 0.0)
         total = tree.add_scaled(total, deviation, mechanism.gaussian_like(use_key(round.client_key, 3), total))
@@ -183,7 +185,7 @@ def calibrated(
     if not 0 < batch <= fewest:
         raise ValueError(f"batch={batch}; allowed: positive, at most the {fewest} rows of a client")
     _check_scales(gamma, clip)
-    found = accounting.calibrate(
+    certificate = accounting.calibrate(
         epsilon,
         delta,
         batch / fewest,
@@ -193,7 +195,7 @@ def calibrated(
         capacity=capacity,
         rows=None if capacity is None else most,
     )
-    return HParams(gamma, clip, found.noise, found.rate), found
+    return HParams(gamma, clip, certificate.noise, certificate.rate), certificate
 
 
 def _check_scales(gamma: float, clip: float) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from commjax.algorithms.fedp3 import ldp_fedp3
 from commjax.algorithms.fedp3.private_training import CLIP, FAR, GAMMA, _linear, _mechanism, log_ratio
-from commjax.core.base import Algorithm, Key
+from commjax.core.base import Algorithm, Key, State
 from commjax.privacy.accounting import Certificate
 
 # Shares of the canaries that are guessed; each share is one test.
@@ -116,7 +116,7 @@ def lower_bound(
 
 
 @partial(jax.jit, static_argnames=("build", "rounds", "replaced"))
-def _train(build, key: Key, coins: Array, hparams: Any, rounds: int, replaced: bool) -> Array:
+def _train(build: Callable[..., Algorithm], key: Key, coins: Array, hparams: Any, rounds: int, replaced: bool) -> Array:
     """Scores of all canaries from the iterates of one run with one client; canary j changes coordinate j only."""
     m = len(coins)
     algorithm = build(_linear, rows=m)
@@ -125,7 +125,7 @@ def _train(build, key: Key, coins: Array, hparams: Any, rounds: int, replaced: b
     data = {"rows": canaries[None], "weights": (present / jnp.maximum(jnp.sum(present), 1))[None]}
     scale = hparams.rate * m / (hparams.gamma * hparams.clip)
 
-    def one(carry, _):
+    def public_round(carry: tuple[State, Array], _: None) -> tuple[tuple[State, Array], None]:
         state, total = carry
         after, _ = algorithm.step(key, hparams, state, data)
         # x is z N(0, 1), plus the clipped canary if this round draws its row.
@@ -134,7 +134,7 @@ def _train(build, key: Key, coins: Array, hparams: Any, rounds: int, replaced: b
         return (after, total + score), None
 
     start = (algorithm.init(jnp.zeros(m), jnp.arange(1)), jnp.zeros(m))
-    return jax.lax.scan(one, start, None, length=rounds)[0][1]
+    return jax.lax.scan(public_round, start, None, length=rounds)[0][1]
 
 
 def audit(

@@ -6,9 +6,10 @@ Thesis: Alg. 5 (line 2), Sec. 4.4.2 (OPU2, OPU3, LowerB, ResNet-18), Table 4.2 (
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from commjax.algorithms.fedp3.layers import Layers, check_names, chosen
 
@@ -85,6 +86,12 @@ def _clients(n: int) -> int:
     return n
 
 
+def _final_layer_only(n: int, layers: int) -> Bool[np.ndarray, "n l"]:
+    trained = np.zeros((_clients(n), layers), bool)
+    trained[:, -1] = True
+    return trained
+
+
 def everything(layers: Layers, n: int) -> Plan:
     """The plan in which all n clients train all layers: FedAvg."""
     return checked(layers, np.ones((_clients(n), len(layers.names)), bool))
@@ -114,9 +121,7 @@ def opu(layers: Layers, n: int, *counts: int, seed: int = 0, keep: ArrayLike = 1
     hidden = len(layers.names) - 1
     if not counts or not all(1 <= count <= hidden for count in counts):
         raise ValueError(f"counts={counts}; allowed: numbers from 1 to the {hidden} layers beside the final one")
-    rng = np.random.default_rng(seed)
-    trained = np.zeros((_clients(n), hidden + 1), bool)
-    trained[:, -1] = True
+    rng, trained = np.random.default_rng(seed), _final_layer_only(n, hidden + 1)
     for row in trained:
         row[rng.choice(hidden, size=rng.choice(counts), replace=False)] = True
     return checked(layers, trained, keep)
@@ -160,8 +165,7 @@ def consecutive(layers: Layers, n: int, count: int, *, keep: ArrayLike = 1.0) ->
     hidden = len(layers.names) - 1
     if not 1 <= count <= hidden:
         raise ValueError(f"count={count}; allowed: 1 to the {hidden} layers beside the final one")
-    trained = np.zeros((_clients(n), hidden + 1), bool)
-    trained[:, -1] = True
+    trained = _final_layer_only(n, hidden + 1)
     for i in range(n):
         trained[i, [(i * hidden // n + step) % hidden for step in range(count)]] = True
     return checked(layers, trained, keep)
@@ -188,43 +192,88 @@ def without(layers: Layers, n: int, sets: Sequence[Iterable[str]], *, seed: int 
     return checked(layers, ~masks[np.random.default_rng(seed).integers(len(masks), size=_clients(n))], keep)
 
 
-def beneath(several: Sequence[Plan]) -> Plan:
-    """Plans of the same layers, stacked into one.
+def kinds(several: Sequence[Plan]) -> Plan:
+    """The different kinds of clients in several plans of the same layers, one client of each.
 
-    Client i of plan number k has row k n + i, which the `init` of `fedp3` takes as `rows`.
+    A method with this plan is compiled once and serves all of these plans: the `init` of `fedp3` takes one of them.
 
     Args:
         several: the plans.
 
     Returns:
-        The stacked plan.
+        A plan with one client for every pair of layers L_i and keep ratio.
 
     >>> layers = Layers(("conv", "head"), (0, 1))
-    >>> beneath([everything(layers, 2), plan(layers, [["head"], ["head"]], 0.5)]).keep.tolist()
-    [1.0, 1.0, 0.5, 0.5]
+    >>> kinds([everything(layers, 2), plan(layers, [["head"], ["head"]], 0.5)]).keep.tolist()
+    [0.5, 1.0]
     """
-    if len(several) == 0 or any(one.layers != several[0].layers for one in several):
+    if len(several) == 0 or any(other.layers != several[0].layers for other in several):
         raise ValueError(f"several: {len(several)} plans; allowed: at least one, and all of the same layers")
-    trained = np.concatenate([one.trained for one in several])
-    return checked(several[0].layers, trained, np.concatenate([one.keep for one in several]))
+    rows = np.concatenate([np.column_stack([other.trained, other.keep]) for other in several])
+    rows = np.unique(rows, axis=0)
+    return checked(several[0].layers, rows[:, :-1].astype(bool), rows[:, -1])
 
 
-def check_rows(plan: Plan, clients: int, rows: ArrayLike | None) -> None:
-    """Raise a ValueError unless the plan has a row for every client.
+class Assignment(NamedTuple):
+    """What a plan tells each client, as data of the round.
+
+    A compiled program has a branch for each distinct layer set and a mask for each distinct ratio.  The numbers say
+    which of them a client uses.
+
+    Attributes:
+        trained: L_i, whether the client trains layer l.
+        layer_set: number of L_i in `layer_sets`.
+        ratio: number of the keep ratio in `ratios`.
+        low: number of the smallest ratio of local pruning in `local_pruning.lows`.
+    """
+
+    trained: Bool[Array, "*n l"]
+    layer_set: Int[Array, "*n"]
+    ratio: Int[Array, "*n"]
+    low: Int[Array, "*n"]
+
+
+def layer_sets(plan: Plan) -> Bool[np.ndarray, "s l"]:
+    """The distinct layer sets L_i of a plan."""
+    return np.unique(plan.trained, axis=0)
+
+
+def ratios(plan: Plan) -> Float[np.ndarray, "r"]:
+    """The distinct keep ratios of a plan, in ascending order."""
+    return np.unique(plan.keep)
+
+
+def assigned(compiled: Plan, plan: Plan, low: Int[np.ndarray, "n"], ids: Int[Array, "m"]) -> Assignment:
+    """A plan as data of a program.
 
     Args:
-        plan: the plan.
-        clients: number of clients.
-        rows: the row of each client; None if it is the client's id.
+        compiled: the plan that the program is compiled for.  Its layer sets and keep ratios must include those of
+            `plan`.
+        plan: the plan of this run.
+        low: for each client of `plan`, the number of its smallest ratio of local pruning.
+        ids: the clients whose rows are wanted.
+
+    Returns:
+        The rows of these clients.
     """
-    n = len(plan.keep)
-    if rows is None:
-        if clients != n:
-            raise ValueError(f"ids: {clients} clients, but the plan is for {n}")
-        return
-    given = np.asarray(rows)
-    if given.shape != (clients,) or not np.all((given >= 0) & (given < n)):
-        raise ValueError(f"rows={given}; allowed: for each of {clients} clients a row of the plan, 0 to {n - 1}")
+    if plan.layers != compiled.layers:
+        raise ValueError(f"plan has the layers {plan.layers}; allowed: those of the method, {compiled.layers}")
+    same_set = (plan.trained[:, None] == layer_sets(compiled)[None]).all(axis=-1)
+    same_ratio = plan.keep[:, None] == ratios(compiled)[None]
+    for client in np.flatnonzero(~same_set.any(axis=1)):
+        names = [name for name, yes in zip(plan.layers.names, plan.trained[client], strict=True) if yes]
+        raise ValueError(f"plan: client {client} trains {names}; allowed: the layer sets of the method's plan")
+    for client in np.flatnonzero(~same_ratio.any(axis=1)):
+        raise ValueError(f"plan: client {client} has keep={plan.keep[client]}; allowed: {ratios(compiled).tolist()}")
+    numbers = (same_set.argmax(axis=1), same_ratio.argmax(axis=1), low)
+    columns = (jnp.asarray(plan.trained), *(jnp.asarray(column, jnp.int32) for column in numbers))
+    return Assignment(*(column[ids] for column in columns))
+
+
+def check_clients(plan: Plan, clients: int) -> None:
+    """Raise a ValueError unless the plan is for this number of clients."""
+    if clients != len(plan.keep):
+        raise ValueError(f"ids: {clients} clients, but the plan is for {len(plan.keep)}")
 
 
 def kept(size: int, ratio: float) -> int:

@@ -52,7 +52,7 @@ def train(
     relation: str = "replace-one",
     sketch: Compressor | None = None,
     rows: int | Sequence[int] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Run:
     """Run LDP-FedP3 with noise calibrated to (epsilon, delta).
 
@@ -72,7 +72,7 @@ def train(
         sketch: as in `ldp_fedp3.ldp_fedp3`.
         rows: m_i, the public numbers of rows.  None is the clients' numbers of rows for "replace-one".  "add-remove"
             hides these, so that None is the number of rows of the arrays, padding included.
-        **how: other arguments of `ldp_fedp3.ldp_fedp3`.
+        **options: other arguments of `ldp_fedp3.ldp_fedp3`.
 
     Returns:
         The last state, the metrics and the certificate.
@@ -83,7 +83,7 @@ def train(
     >>> found.certificate.epsilon <= 8, found.metrics.loss.shape
     (True, (5,))
     """
-    counts = np.asarray(jax.vmap(lambda one: jnp.sum(mechanism.present(one)))(data))
+    counts = np.asarray(jax.vmap(lambda rows: jnp.sum(mechanism.present(rows)))(data))
     if rows is None:
         room = jax.tree.leaves(data)[0].shape[1]
         rows = counts.tolist() if relation == "replace-one" else room
@@ -101,9 +101,9 @@ def train(
         rounds=rounds,
         accountant=accountant,
         relation=relation,
-        capacity=how.get("capacity"),
+        capacity=options.get("capacity"),
     )
-    algorithm = ldp_fedp3.ldp_fedp3(loss, sketch, rows=public, **how)
+    algorithm = ldp_fedp3.ldp_fedp3(loss, sketch, rows=public, **options)
     state = algorithm.init(params, jnp.arange(len(counts)), data=data)
     state, metrics = runner.run(key, algorithm, hparams, state, data, rounds)
     return Run(state, metrics, certificate)
@@ -136,9 +136,20 @@ def log_ratio(x: Float[Array, "..."], sign: int, hparams: Any) -> Float[Array, "
     return jnp.logaddexp(jnp.log1p(-q), jnp.log(q) + (2 * sign * x - 1) / (2 * z**2))
 
 
-@partial(jax.jit, static_argnames=("build", "rounds", "rows", "n", "replaced"))
-def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int, n: int, replaced: bool) -> Array:
+class _Game(NamedTuple):
+    """The static part of an attack: what is attacked, on how many rounds, rows and clients, and the relation."""
+
+    build: Callable[..., Algorithm]
+    rounds: int
+    rows: int
+    n: int
+    replaced: bool
+
+
+@partial(jax.jit, static_argnames=("static",))
+def _play(static: _Game, keys: Key, worlds: Array, hparams: Any) -> Array:
     """Scores of one run per key.  The canary is `worlds` times FAR C; where `worlds` is 0 there is no canary."""
+    build, rounds, rows, n, replaced = static
     algorithm = build(_linear, rows=rows)
 
     def game(inputs: tuple[Key, Array]) -> Array:
@@ -147,13 +158,13 @@ def _play(build, keys: Key, worlds: Array, hparams: Any, rounds: int, rows: int,
         weights = jnp.ones((n, rows)).at[0, 0].set(jnp.where(canary == 0, 0.0, 1.0))
         data = {"rows": gradients, "weights": weights / jnp.sum(weights, axis=1, keepdims=True)}
 
-        def one(state, _):
+        def public_round(state: State, _: None) -> tuple[State, Array]:
             after, _ = algorithm.step(key, hparams, state, data)
             # It is public which client sends which coordinate.  Client 0 sends one of n.
             sends = perm_k().compress(jax.random.fold_in(key, state.server.round), jnp.ones(n), 0, n).value > 0
             return after, jnp.sum(jnp.where(sends, state.server.params - after.server.params, 0))
 
-        _, moves = jax.lax.scan(one, algorithm.init(jnp.zeros(n), jnp.arange(n)), None, length=rounds)
+        _, moves = jax.lax.scan(public_round, algorithm.init(jnp.zeros(n), jnp.arange(n)), None, length=rounds)
         # x is z N(0, 1), plus the clipped canary in the rounds that draw its row.
         x = moves * hparams.rate * rows / (hparams.gamma * hparams.clip)
         return jnp.sum(log_ratio(x, 1, hparams) - (log_ratio(x, -1, hparams) if replaced else 0))
@@ -193,8 +204,8 @@ def canary_scores(
     hparams = ldp_fedp3.HParams(GAMMA, CLIP, certificate.noise, certificate.rate)
     worlds = jnp.repeat(jnp.array([1.0, -1.0 if replaced else 0.0]), trials)
     keys = jax.random.split(key, 2 * trials)
-    attacked = build or _mechanism(certificate.capacity)
-    scores = _play(attacked, keys, worlds, hparams, certificate.rounds, rows, n, replaced)
+    static = _Game(build or _mechanism(certificate.capacity), certificate.rounds, rows, n, replaced)
+    scores = _play(static, keys, worlds, hparams)
     both = np.asarray(scores, np.float64)
     return both[:trials], both[trials:]
 
@@ -245,8 +256,8 @@ def epsilon_lower_bound(
         raise ValueError(f"{len(with_canary)} and {len(without)} scores; allowed: at least 4 of each")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence}; allowed: 0 < confidence < 1")
-    halves = [(np.sort(scores[::2]), np.sort(scores[1::2])) for scores in (with_canary, without)]
-    (in_tune, in_test), (out_tune, out_test) = halves
+    parts = [(np.sort(scores[::2]), np.sort(scores[1::2])) for scores in (with_canary, without)]
+    (in_tune, in_test), (out_tune, out_test) = parts
 
     def bound(inside: np.ndarray, outside: np.ndarray, threshold: float, above: bool) -> float:
         def hits(scores: np.ndarray) -> int:
@@ -266,7 +277,7 @@ def epsilon_lower_bound(
     return max(0.0, bound(in_test, out_test, threshold, above))
 
 
-def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: float = 0.95, **how: Any) -> float:
+def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: float = 0.95, **options: Any) -> float:
     """The largest epsilon that an attack with many runs disproves.
 
     Args:
@@ -274,7 +285,7 @@ def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: fl
         certificate: what is attacked.
         trials: number of runs with the canary, and number of runs without it.
         confidence: probability that a mechanism which keeps its certificate is not accused.
-        **how: other arguments of `canary_scores`.
+        **options: other arguments of `canary_scores`.
 
     Returns:
         The bound: at most the certificate's epsilon, except with probability 1 - confidence.
@@ -284,4 +295,4 @@ def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: fl
     >>> 0 < audit(jax.random.key(0), certificate, 400) < certificate.epsilon
     True
     """
-    return epsilon_lower_bound(*canary_scores(key, certificate, trials, **how), certificate.delta, confidence)
+    return epsilon_lower_bound(*canary_scores(key, certificate, trials, **options), certificate.delta, confidence)

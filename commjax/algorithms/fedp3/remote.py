@@ -1,46 +1,25 @@
 """FedP3 between machines: each client gets a download of its own and uploads the layers that it trains."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from commjax.algorithms.fedavg import server_step
-from commjax.algorithms.fedp3 import aggregation, layers, submodels, wire
-from commjax.algorithms.fedp3.aggregation import Aggregation
-from commjax.algorithms.fedp3.plans import Plan
-from commjax.algorithms.fedp3.submodels import LocalPruning, Pruning
-from commjax.core.base import Codec, Exchange, Key, Params, State
+from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels, wire
+from commjax.algorithms.fedp3.aggregation import Uploads
+from commjax.algorithms.fedp3.client import Client, Download, client_keys
+from commjax.algorithms.fedp3.method import Method
+from commjax.core import rounds
+from commjax.core.base import Codec, Exchange, Key, Message, Params, Round, State
 
 
-class Halves(NamedTuple):
-    """What the client step and the server step have in common.
-
-    Attributes:
-        plan: the plan.
-        pruning: P_i.
-        local: Q_i.
-        steps: number of local steps in a round.
-        train: `train(key of the client, hparams, params, masks of the server, client, data)` returns the client's model
-            and its loss.
-        how: the aggregation.
-        loss: `loss(params, rows)` returns a scalar.
-    """
-
-    plan: Plan
-    pruning: Pruning
-    local: LocalPruning
-    steps: int
-    train: Callable[..., Any]
-    how: Aggregation
-    loss: Callable[..., Array]
-
-
-class Apart(NamedTuple):
+class RemoteServer(NamedTuple):
     """What a remote server remembers.
 
     Attributes:
@@ -54,110 +33,132 @@ class Apart(NamedTuple):
     logits: Any = None
 
 
-def exchange(halves: Halves, table: np.ndarray, local_head: bool, cohort: int | None) -> Exchange:
+def exchange(method: Method) -> Exchange:
     """The client step and the server step of FedP3 for remote clients.
 
     The download is P_i (.) W with its masks, the upload the layers of L_i, both as `commjax.algorithms.fedp3.wire`
     writes them.
 
     Args:
-        halves: what both sides have in common.
-        table: logits of an aggregation that is not learned, [n, layers].
-        local_head: whether each client keeps its own final layer.
-        cohort: number of clients that take part in a round; None is all of them.
+        method: the method.
 
     Returns:
         The exchange.
     """
-    plan, pruning, how = halves.plan, halves.pruning, halves.how
-
-    def start(state: State) -> State:
-        server, rows = state
-        if rows.row is not None:
-            raise ValueError("rows: clients in other places have the rows of the plan with their ids; allowed: None")
-        return State(Apart(server.round, server.params, rows.logits), rows._replace(logits=None))
-
-    def blocks_of(params: Params, id: int) -> list:
-        return wire.used(plan, halves.local, id, params, local_head)
-
-    def pruned(key: Key, id: int, params: Params, made: list) -> tuple[Params, list]:
-        key_masks = jax.random.fold_in(jax.random.fold_in(key, id), halves.steps + 1)
-        return wire.sent(plan, plan.trained[id], key_masks, id, params, made)
-
-    def write_down(key: Key, server: Any, ids: list[int], n: int) -> list[bytes]:
-        params = server.params
-        made = submodels.server_masks(plan, pruning, jax.random.fold_in(key, n + 1), params)
-
-        def one(id: int) -> bytes:
-            sent, masks = pruned(key, id, params, made)
-            return wire.write_down(plan, pruning, id, sent, masks, local_head, blocks_of(params, id))
-
-        return [one(id) for id in ids]
-
-    def read_down(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, list]:
-        """The params, and the masks in the form of `submodels.server_masks`, the same for all ratios."""
-        params, drawn = server.params, None
-        if pruning.score is None:
-            drawn = pruned(key, id, params, [None for _ in plan.layers.of])[1]
-        sent, masks = wire.read_sent(plan, pruning, id, data, params, drawn, local_head, blocks_of(params, id))
-        # Drawn masks are drawn again in the local training.
-        if pruning.score is None:
-            return sent, [None for _ in masks]
-        ratios = len(np.unique(plan.keep))
-        wanted = zip(masks, submodels.pruned_leaves(plan, params), jax.tree.leaves(params), strict=True)
-        whole = [jnp.ones(leaf.shape, bool) if yes and mask is None else mask for mask, yes, leaf in wanted]
-        return sent, [None if mask is None else jnp.stack([mask] * ratios) for mask in whole]
-
-    def write_up(key: Key, model: Params, id: int, n: int) -> bytes:
-        return wire.write_up(plan, id, model, blocks_of(model, id))
-
-    def read_up(key: Key, data: bytes, server: Any, id: int, n: int) -> Params:
-        found = wire.read_up(plan, id, data, server.params, blocks_of(server.params, id))
-        return layers.join(found, server.params)
-
-    def client_step(round, hparams, server, client, data):
-        params, made = server.params
-        # The download has no head if the client keeps its own.
-        params = params if client.head is None else layers.join(client.head, params)
-        model, loss = halves.train(round.client_key, hparams, params, made, client, data)
-        head = wire.head(plan, model) if local_head else None
-        return client._replace(head=head), round.send(model), loss
-
-    def joined(key, hparams, server, ids, models):
-        updates = jax.tree.map(lambda rows, leaf: rows - leaf[None], models, server.params)
-        holds, kept = jnp.asarray(plan.trained)[ids], server.logits
-        if how.steps:
-            logits = aggregation.learned(
-                how, halves.loss, plan.layers, server.params, updates, kept[ids], holds, members=len(ids)
-            )
-            kept = kept.at[ids].set(logits)
-        else:
-            logits = jnp.asarray(table, jnp.zeros(()).dtype)[ids]
-        move = aggregation.joined(plan.layers, updates, aggregation.weights(logits, holds))
-        return server_step(hparams, server, move)._replace(logits=kept)
-
-    @cache
-    def prices(shapes: tuple, structure: Any) -> tuple[np.ndarray, np.ndarray]:
-        like = structure.unflatten([jax.ShapeDtypeStruct(*one) for one in shapes])
-        return wire.prices(plan, pruning, like, local_head, halves.local)
-
-    def price(way: int, server: Any, id: int) -> float:
-        leaves, structure = jax.tree.flatten(server.params)
-        return float(prices(tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves), structure)[way][id])
-
-    def bits_down(server: Any) -> float:
-        return float(np.mean([price(1, server, id) for id in range(len(plan.keep))]))
-
-    download, upload = Codec(partial(price, 1), write_down, read_down), Codec(partial(price, 0), write_up, read_up)
+    # A remote client computes only its own branch.
+    remote = _Remote(replace(method, over=rounds.one_by_one))
     return Exchange(
-        client_step,
+        remote.client_step,
         None,
-        bits_down,
+        remote.bits_down,
         ("params",),
         None,
-        cohort,
-        download=download,
-        upload=upload,
-        joined=joined,
-        start=start,
+        method.cohort,
+        download=Codec(partial(remote.bits, 1), remote.write_down, remote.read_down),
+        upload=Codec(partial(remote.bits, 0), remote.write_up, remote.read_up),
+        joined=remote.joined,
+        start=remote.start,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Remote:
+    """The functions of an `Exchange`."""
+
+    method: Method
+
+    def start(self, state: State) -> State:
+        """The state that a remote server and remote clients begin with."""
+        server, clients = state
+        trained, plan = clients.plan.trained, self.method.plan
+        if not isinstance(trained, Tracer) and not isinstance(clients.id, Tracer):
+            keep = plans.ratios(plan)[np.asarray(clients.plan.ratio)]
+            rows = np.asarray(clients.id)
+            if not (np.array_equal(trained, plan.trained[rows]) and np.array_equal(keep, plan.keep[rows])):
+                raise ValueError("plan: remote clients follow the plan of the method; allowed: init with plan=None")
+        return State(RemoteServer(server.round, server.params, clients.logits), clients._replace(logits=None))
+
+    def client_step(
+        self, round: Round, hparams: Any, server: Any, client: Client, data: Any
+    ) -> tuple[Client, Message, Array]:
+        """Local training of one client; `server.params` is the `Download` that `read_down` returns."""
+        download = server.params
+        if client.head is not None:  # the download has no head if the client keeps its own
+            download = download._replace(params=layers.join(client.head, download.params))
+        model, loss = self.method.train(round.client_key, hparams, download, client, data)
+        return client._replace(head=self.method.head(model)), round.send(model), loss
+
+    def joined(self, key: Key, hparams: Any, server: RemoteServer, ids: Any, models: Params) -> RemoteServer:
+        """The server's step; `models` has a leading axis, one row for each of `ids`."""
+        method, learns = self.method, self.method.aggregate.steps > 0
+        updates = jax.tree.map(lambda rows, leaf: rows - leaf[None], models, server.params)
+        table = server.logits
+        if not learns:
+            table = jnp.asarray(method.aggregate.logits(method.plan.trained), jnp.zeros(()).dtype)
+        uploads = Uploads(updates, jnp.asarray(method.plan.trained)[ids], table[ids], members=len(ids))
+        move, logits = aggregation.aggregated(method.aggregate, method.loss, method.plan.layers, server.params, uploads)
+        kept = server.logits.at[ids].set(logits) if learns else server.logits
+        return server_step(hparams, server, move)._replace(logits=kept)
+
+    def _format(self, client: int, params: Params) -> wire.Format:
+        method = self.method
+        return wire.format_of(
+            method.plan,
+            client,
+            params,
+            pruning=method.pruning,
+            local=method.local_pruning,
+            local_head=method.local_head,
+        )
+
+    def _sent(self, key: Key, client: int, download: Download) -> tuple[Params, submodels.Masks]:
+        """What the client receives, and its masks; `key` is the key of the round."""
+        method, plan = self.method, self.method.plan
+        ratio = int(np.searchsorted(plans.ratios(plan), plan.keep[client]))
+        masks_key = client_keys(jax.random.fold_in(key, client), method.steps).masks
+        return submodels.sent(plan, plan.trained[client], masks_key, ratio, download.params, download.masks)
+
+    def write_down(self, key: Key, server: RemoteServer, ids: list[int], n: int) -> list[bytes]:
+        """The downloads of the given clients."""
+        key_server = jax.random.fold_in(key, n + 1)  # as in `rounds.keys`
+        masks = submodels.server_masks(self.method.plan, self.method.pruning, key_server, server.params)
+        download = Download(server.params, masks)
+        return [
+            wire.write_down(self._format(client, server.params), *self._sent(key, client, download)) for client in ids
+        ]
+
+    def read_down(self, key: Key, data: bytes, server: Any, client: int, n: int) -> Download:
+        """The params, and the masks in the form of `submodels.server_masks`, the same for all ratios."""
+        plan, params, none = self.method.plan, server.params, [None for _ in self.method.plan.layers.of]
+        drawn = self.method.pruning.score is None
+        masks = self._sent(key, client, Download(params, none))[1] if drawn else None
+        sent, masks = wire.read_sent(self._format(client, params), data, params, masks)
+        if drawn:  # the local training draws the masks again
+            return Download(sent, none)
+        number = len(plans.ratios(plan))
+        wanted = zip(masks, submodels.pruned_leaves(plan, params), jax.tree.leaves(params), strict=True)
+        whole = [jnp.ones(leaf.shape, bool) if yes and mask is None else mask for mask, yes, leaf in wanted]
+        return Download(sent, [None if mask is None else jnp.stack([mask] * number) for mask in whole])
+
+    def write_up(self, key: Key, model: Params, client: int, n: int) -> bytes:
+        """The upload of a client."""
+        return wire.write_up(self._format(client, model), model)
+
+    def read_up(self, key: Key, data: bytes, server: Any, client: int, n: int) -> Params:
+        """The client's model: the layers of the upload, and W elsewhere."""
+        return layers.join(wire.read_up(self._format(client, server.params), data, server.params), server.params)
+
+    def bits(self, way: int, server: Any, client: int) -> float:
+        """Bits of an upload (`way` 0) or of a download (1)."""
+        leaves, structure = jax.tree.flatten(server.params)
+        shapes = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+        return float(_ledger(self.method, shapes, structure)["up" if way == 0 else "down"][client])
+
+    def bits_down(self, server: Any) -> float:
+        """Mean bits of a download."""
+        return float(np.mean([self.bits(1, server, client) for client in range(len(self.method.plan.keep))]))
+
+
+@cache
+def _ledger(method: Method, shapes: tuple[Any, ...], structure: Any) -> dict[str, np.ndarray]:
+    return method.ledger(structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes]))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from commjax.compressors import wire
 from commjax.compressors.joint import perm_k
 from commjax.core import checks, rounds, tree
-from commjax.core.base import Algorithm, Codec, Compressor, Key, Params, Spec, State
+from commjax.core.base import Algorithm, Codec, Compressor, Key, Message, Params, Round, Spec, State
 from commjax.core.local import ValueAndGrad
 from commjax.theory import fedp3 as theory
 
@@ -162,21 +162,23 @@ def sketched(
         check_dimension(sketch, tree.size(params), len(ids))
         return State(Server(jnp.zeros((), jnp.int32), params), Client(ids))
 
-    def client_step(round, hparams, server, client, data):
+    def client_step(
+        round: Round, hparams: Any, server: Server, client: Client, data: Any
+    ) -> tuple[Client, Message, Array]:
         flat, unravel = ravel_pytree(server.params)
         mask = prune.mask(use_key(round.client_key, 2), flat.size)
 
         def pruned(params: Params) -> Params:
             return unravel(jnp.where(mask, ravel_pytree(params)[0], jnp.zeros((), flat.dtype)))
 
-        def one(params, _):
+        def local_step(params: Params, _: None) -> tuple[Params, Array]:
             loss, grad = rounds.evaluated(value_and_grad, params, data)
             return tree.add_scaled(params, -hparams.gamma, pruned(grad)), loss
 
-        model, losses = jax.lax.scan(one, pruned(server.params), None, length=steps)
+        model, losses = jax.lax.scan(local_step, pruned(server.params), None, length=steps)
         return client, round.send(model), losses[0]
 
-    def bits_down(server) -> int:
+    def bits_down(server: Server) -> int:
         """The kept coordinates; which they are follows from the round's key."""
         # The params are sent as one vector, which has one dtype.
         flat = jax.eval_shape(lambda params: ravel_pytree(params)[0], server.params)

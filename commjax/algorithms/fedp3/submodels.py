@@ -1,25 +1,49 @@
-"""What is left of a layer: the pruning P_i from server to client, and the pruning Q_i of a local step.
+"""What is left of a layer: P_i, the pruning of the layers that a client does not train.
 
-Only arrays with at least two axes are pruned.  Biases and the scales of norms are sent whole.
+Only arrays with at least two axes are pruned.  Biases and the scales of norms are sent whole.  The pruning Q_i of a
+local step is in `local_pruning`; its constructors `fixed`, `uniform` and `ordered` are also here.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, Bool
 
 from commjax.algorithms.fedp3.layers import check_names, paths_of
-from commjax.algorithms.fedp3.plans import Plan, kept
+from commjax.algorithms.fedp3.local_pruning import LocalPruning, fixed, local_submodel, ordered, uniform
+from commjax.algorithms.fedp3.plans import Plan, kept, ratios
 from commjax.compressors import selection
 from commjax.core.base import Key, Params
 from commjax.pruning import masks, scores
 from commjax.pruning.scores import Score
 from commjax.pruning.statistics import Statistics
 
+__all__ = [
+    "LocalPruning",
+    "Pruning",
+    "by_score",
+    "check",
+    "client_mask",
+    "fixed",
+    "local_submodel",
+    "magnitude",
+    "masked",
+    "ordered",
+    "pruned_leaves",
+    "random",
+    "sent",
+    "server_masks",
+    "uniform",
+]
+
+# For each leaf one mask per distinct keep ratio, [ratios, ...]; None for a leaf without.
+ServerMasks = Sequence[Array | None]
+# For each leaf the mask of one client; None for a leaf that is sent whole.
+Masks = Sequence[Array | None]
 # params -> statistics by the path of a kernel, such as "fc1/kernel"
 StatisticsOf = Callable[[Params], Mapping[str, Statistics]]
 
@@ -86,36 +110,29 @@ def _matrix(leaf: Array) -> Array:
 
 def pruned_leaves(plan: Plan, params: Params) -> list[bool]:
     """Whether some client receives only a part of the leaf, for each leaf of the params."""
-    partial = [bool(np.any(~held & (plan.keep < 1))) for held in plan.trained.T]
-    return [
-        leaf.ndim > 1 and partial[number] for leaf, number in zip(jax.tree.leaves(params), plan.layers.of, strict=True)
-    ]
+    pruned = [bool(np.any(~trained & (plan.keep < 1))) for trained in plan.trained.T]
+    leaves = jax.tree.leaves(params)
+    return [leaf.ndim > 1 and pruned[number] for leaf, number in zip(leaves, plan.layers.of, strict=True)]
 
 
-def check(plan: Plan, pruning: Pruning, local: "LocalPruning", params: Params) -> None:
-    """Raise a ValueError if a pruned layer has no score, or if local pruning has ratios for another number of clients.
+def check(plan: Plan, pruning: Pruning, params: Params) -> None:
+    """Raise a ValueError if a pruned layer has no score.
 
     Args:
         plan: the plan.
         pruning: P_i.
-        local: Q_i.
         params: the params.
     """
-    if isinstance(pruning.score, Mapping):
-        check_names(plan.layers.names, pruning.score, "score")
-        wanted = {plan.layers.names[number] for number, yes in zip(plan.layers.of, pruned_leaves(plan, params)) if yes}
-        for name in sorted(wanted - set(pruning.score)):
-            raise ValueError(
-                f"score: none for layer {name!r}, which is pruned; allowed: one for each of {sorted(wanted)}"
-            )
-    if np.ndim(local.low) and len(local.low) != len(plan.keep):
-        raise ValueError(
-            f"low: {len(local.low)} ratios of local pruning; "
-            f"allowed: one number or one for each of {len(plan.keep)} clients"
-        )
+    if not isinstance(pruning.score, Mapping):
+        return
+    check_names(plan.layers.names, pruning.score, "score")
+    pruned = zip(plan.layers.of, pruned_leaves(plan, params), strict=True)
+    wanted = {plan.layers.names[number] for number, yes in pruned if yes}
+    for name in sorted(wanted - set(pruning.score)):
+        raise ValueError(f"score: none for layer {name!r}, which is pruned; allowed: one for each of {sorted(wanted)}")
 
 
-def server_masks(plan: Plan, pruning: Pruning, key: Key, params: Params) -> list[Bool[Array, "r ..."] | None]:
+def server_masks(plan: Plan, pruning: Pruning, key: Key, params: Params) -> ServerMasks:
     """The masks that are made from the weights.
 
     Args:
@@ -134,258 +151,86 @@ def server_masks(plan: Plan, pruning: Pruning, key: Key, params: Params) -> list
     paths = paths_of(params)
     stats = {} if pruning.statistics is None else pruning.statistics(params)
 
-    def one(position: int, leaf: Array) -> Array:
+    def leaf_masks(position: int, leaf: Array) -> Array:
         name, path = plan.layers.names[plan.layers.of[position]], paths[position]
         if pruning.statistics is not None and path not in stats:
             raise ValueError(f"statistics has none of {path!r}; allowed: of every pruned kernel, got {sorted(stats)}")
         score: Any = pruning.score[name] if isinstance(pruning.score, Mapping) else pruning.score
-        found = score(_matrix(leaf), stats.get(path), jax.random.fold_in(key, position))
-        return jnp.stack([_best(found, ratio).reshape(leaf.shape) for ratio in np.unique(plan.keep)])
+        scored = score(_matrix(leaf), stats.get(path), jax.random.fold_in(key, position))
+        return jnp.stack([_best(scored, ratio).reshape(leaf.shape) for ratio in ratios(plan)])
 
     wanted = pruned_leaves(plan, params)
-    return [one(i, leaf) if wanted[i] else None for i, leaf in enumerate(jax.tree.leaves(params))]
+    return [leaf_masks(i, leaf) if wanted[i] else None for i, leaf in enumerate(jax.tree.leaves(params))]
 
 
-def _best(found: Array, ratio: float) -> Array:
+def _best(scored: Array, ratio: float) -> Array:
     # The mask keeps exactly the k that the ledger counts.  A ratio would not do: a large k is lost in 1 - k / size.
-    return masks.largest(found, kept(found.size, ratio))
+    return masks.largest(scored, kept(scored.size, ratio))
 
 
 def client_mask(
-    plan: Plan, key: Key, id: Any, position: int, leaf: Array, made: Bool[Array, "r ..."] | None
+    plan: Plan, key: Key, ratio: Any, position: int, leaf: Array, leaf_masks: Bool[Array, "r ..."] | None
 ) -> Bool[Array, "..."]:
     """P_i of one leaf for one client.
 
     Args:
         plan: the plan.
         key: the client's key of the masks in this round.
-        id: the client's row of the plan.
+        ratio: number of the client's keep ratio in `plans.ratios`.
         position: number of the leaf.
         leaf: the leaf.
-        made: the server's masks of this leaf (`server_masks`); None draws the mask from the key.
+        leaf_masks: the server's masks of this leaf (`server_masks`); None draws the mask from the key.
 
     Returns:
         The mask, of the shape of the leaf.
     """
-    ratios = np.unique(plan.keep)
-    rank = jnp.asarray(np.searchsorted(ratios, plan.keep), jnp.int32)[id]
-    if made is not None:
-        return made[0] if len(ratios) == 1 else made[rank]
+    values = ratios(plan)
+    if leaf_masks is not None:
+        return leaf_masks[0] if len(values) == 1 else leaf_masks[ratio]
     key = jax.random.fold_in(key, position)
 
-    def draw(ratio: float) -> Callable[[Key], Array]:
-        return lambda key: selection.random_mask(key, leaf.size, kept(leaf.size, ratio)).reshape(leaf.shape)
+    def draw(value: float, key: Key) -> Array:
+        return selection.random_mask(key, leaf.size, kept(leaf.size, value)).reshape(leaf.shape)
 
-    return draw(ratios[0])(key) if len(ratios) == 1 else jax.lax.switch(rank, [draw(r) for r in ratios], key)
-
-
-class LocalPruning(NamedTuple):
-    """Q_i, the pruning inside a local step.
-
-    In every local step a ratio q is drawn from `levels` numbers, evenly spaced in [low, 1].  The pruned layers act as
-    q (.) W.
-
-    Attributes:
-        kind: "fixed" (no pruning), "uniform" or "ordered".
-        low: the smallest ratio, one number or one per client.
-        levels: number of ratios; with 1 the ratio is always `low`.
-        everywhere: whether all layers are pruned; otherwise only those outside L_i.
-    """
-
-    kind: Literal["fixed", "uniform", "ordered"]
-    low: Any
-    levels: int
-    everywhere: bool
+    if len(values) == 1:
+        return draw(values[0], key)
+    return jax.lax.switch(ratio, [partial(draw, value) for value in values], key)
 
 
-def fixed() -> LocalPruning:
-    """No local pruning.  Thesis: Sec. 4.2."""
-    return LocalPruning("fixed", 1.0, 1, False)
-
-
-def uniform(low: ArrayLike, levels: int = 5, *, everywhere: bool = False) -> LocalPruning:
-    """Local pruning in which each weight stays with probability q.
-
-    Args:
-        low: the smallest ratio q, one number or one per client.
-        levels: number of ratios.
-        everywhere: whether the layers of L_i are pruned as well.
-
-    Returns:
-        The local pruning.
-
-    Thesis: Sec. 4.2.  Differs: F9 (the law of q is ours).
-    """
-    return _checked(LocalPruning("uniform", low, levels, everywhere))
-
-
-def ordered(low: ArrayLike, levels: int = 5, *, everywhere: bool = False) -> LocalPruning:
-    """Ordered dropout keeps the first ceil(q d_in) inputs and ceil(q d_out) outputs of a layer, and as many biases.
-
-    After a flattened image the inputs are grouped by channel.  The first channels stay, at every place of the image.
-    The inputs of the first layer and the outputs of the final one stay whole.
-
-    With `everywhere` and all layers trained, this is the submodel of FjORD (a new q in every step) or of HeteroFL
-    (`levels` = 1, `low` is the client's width; then only the submodel is sent).  Weights outside the submodel are not
-    changed by the client, and count in the mean.
-
-    Args:
-        low: the smallest ratio q, one number or one per client.
-        levels: number of ratios.
-        everywhere: whether the layers of L_i are pruned as well.
-
-    Returns:
-        The local pruning.
-
-    Thesis: Sec. 4.2.  Differs: F9 (rounding, ends).
-    Holds if: layers are in the order of computation, and an image is flattened with its channels last.
-    """
-    return _checked(LocalPruning("ordered", low, levels, everywhere))
-
-
-def _checked(pruning: LocalPruning) -> LocalPruning:
-    low = np.asarray(pruning.low, np.float64)
-    if low.ndim > 1 or not np.all((low > 0) & (low <= 1)):
-        raise ValueError(f"low={pruning.low}; allowed: 0 < low <= 1, one number or one for each client")
-    if pruning.levels < 1:
-        raise ValueError(f"levels={pruning.levels}; allowed: at least 1")
-    return pruning._replace(low=low if low.ndim else float(low))
-
-
-def _grid(pruning: LocalPruning) -> np.ndarray:
-    """The ratios that can be drawn, [clients (or 1), levels]."""
-    low = np.atleast_1d(np.asarray(pruning.low, np.float64))[:, None]
-    return low if pruning.levels == 1 else low + (1 - low) * np.linspace(0, 1, pruning.levels)[None]
-
-
-def _drawn(pruning: LocalPruning, key: Key, id: Any) -> tuple[Any, Any]:
-    """The row and the column of `_grid` with the ratio of this client in this step."""
-    row = id if np.ndim(pruning.low) else 0
-    return row, 0 if pruning.levels == 1 else jax.random.randint(key, (), 0, pruning.levels)
-
-
-def _ratio(pruning: LocalPruning, key: Key, id: Any) -> Array:
-    return jnp.asarray(_grid(pruning), jnp.zeros(()).dtype)[_drawn(pruning, key, id)]
-
-
-def local_submodel(
-    plan: Plan, pruning: LocalPruning, key: Key, id: Any, mine: Any, params: Params
-) -> PyTree[Shaped[Array, "..."]]:
-    """The model of one local step: q (.) W for the layers that Q_i prunes, W for the others.
+def sent(plan: Plan, mine: Any, key: Key, ratio: Any, params: Params, server: ServerMasks) -> tuple[Params, Masks]:
+    """What a client receives: W^l for l in L_i, P_i (.) W^l for the others.
 
     Args:
         plan: the plan.
-        pruning: Q_i.
-        key: the client's key of this step.
-        id: the client's row of the plan.
-        mine: L_i, a bool for each layer.
-        params: W_i.
+        mine: L_i, a bool for each layer; a NumPy array if it is static.
+        key: the client's key of the masks in this round.
+        ratio: number of the client's keep ratio in `plans.ratios`.
+        params: W.
+        server: the server's masks (`server_masks`).
 
     Returns:
-        A pytree like `params`.
+        The params and a mask for each leaf, None for a leaf that is sent whole.
     """
-    if pruning.kind == "fixed":
-        return params
-    key_ratio, key_coins = jax.random.split(key)
-    leaves, structure = jax.tree.flatten(params)
-    kept = _kept_channels(plan, leaves)
+    static, wanted = isinstance(mine, np.ndarray), pruned_leaves(plan, params)
 
-    def one(position: int, leaf: Array, layer: int) -> Array:
-        if pruning.kind == "uniform" and leaf.ndim < 2:
-            return leaf
-        if pruning.kind == "uniform":
-            stays = _coins(jax.random.fold_in(key_coins, position), leaf.shape, _ratio(pruning, key_ratio, id))
-        else:
-            at = _drawn(pruning, key_ratio, id)
-            stays = _block(leaf.shape, kept[position], lambda size: jnp.asarray(_first(_grid(pruning), size))[at], jnp)
-        stays = stays if pruning.everywhere else stays | jnp.asarray(mine[layer])
-        return jnp.where(stays, leaf, jnp.zeros((), leaf.dtype))
+    def leaf_mask(position: int, leaf: Array) -> Array | None:
+        number = plan.layers.of[position]
+        if not wanted[position] or (static and mine[number]):
+            return None
+        mask = client_mask(plan, key, ratio, position, leaf, server[position])
+        return mask if static else mask | mine[number]
 
+    client = [leaf_mask(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+    return masked(params, client), client
+
+
+def masked(model: Params, masks: Masks) -> Params:
+    """The model with 0 outside the masks; the mask None keeps a leaf whole."""
+    leaves, structure = jax.tree.flatten(model)
+    zeros = [jnp.zeros((), leaf.dtype) for leaf in leaves]
     return structure.unflatten(
-        [one(i, leaf, layer) for i, (leaf, layer) in enumerate(zip(leaves, plan.layers.of, strict=True))]
+        [
+            leaf if mask is None else jnp.where(mask, leaf, zero)
+            for leaf, mask, zero in zip(leaves, masks, zeros, strict=True)
+        ]
     )
-
-
-def least(pruning: LocalPruning) -> LocalPruning:
-    """The same pruning with the ratio always at its smallest value: the submodel that a client can always hold."""
-    return pruning._replace(levels=1)
-
-
-def fixed_blocks(plan: Plan, pruning: LocalPruning, id: int, params: Params) -> list[Bool[np.ndarray, "..."] | None]:
-    """The part of each leaf that a client ever uses.
-
-    Args:
-        plan: the plan.
-        pruning: Q_i.
-        id: the client's row of the plan.
-        params: the params.
-
-    Returns:
-        For each leaf a mask of its shape, if the pruning is ordered dropout with one ratio; None for a leaf that is
-        used whole.
-    """
-    leaves = jax.tree.leaves(params)
-    if pruning.kind != "ordered" or pruning.levels > 1:
-        return [None for _ in leaves]
-    q = _grid(pruning)[id if np.ndim(pruning.low) else 0, 0]
-    return [
-        _block(leaf.shape, channels, lambda size: int(_first(q, size)), np)
-        if pruning.everywhere or not plan.trained[id, layer]
-        else None
-        for leaf, channels, layer in zip(leaves, _kept_channels(plan, leaves), plan.layers.of, strict=True)
-    ]
-
-
-def _coins(key: Key, shape: tuple[int, ...], q: Array) -> Bool[Array, "..."]:
-    """True with probability q, rounded to a multiple of 2^-16.
-
-    Every random word gives two coins, because drawing the words takes most of the time.
-    """
-    size = int(np.prod(shape))
-    words = jax.random.bits(key, (-(-size // 2),), jnp.uint32)
-    halves = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:size].reshape(shape)
-    return halves.astype(jnp.int32) < jnp.round(q * 65536).astype(jnp.int32)
-
-
-def _first(q: Any, size: int) -> np.ndarray:
-    # The small number absorbs rounding: a product such as 7.000000001 has to give 7.
-    return np.asarray(np.ceil(np.asarray(q) * size - 1e-9), np.int32)
-
-
-class _Channels(NamedTuple):
-    """The numbers of inputs and outputs of which a share stays; None: all of them stay.
-
-    If a leaf has more inputs than `inputs`, the pattern repeats.
-    """
-
-    inputs: int | None
-    outputs: int | None
-
-
-def _kept_channels(plan: Plan, leaves: list) -> list[_Channels]:
-    last = len(plan.layers.names) - 1
-    # Number of outputs of each layer.
-    widths = {layer: leaf.shape[-1] for leaf, layer in zip(leaves, plan.layers.of, strict=True) if len(leaf.shape) > 1}
-
-    def one(leaf: Any, layer: int) -> _Channels:
-        outputs = None if layer == last else leaf.shape[-1]
-        if layer == 0 or len(leaf.shape) < 2:
-            return _Channels(None, outputs)
-        inputs, before = leaf.shape[-2], widths.get(layer - 1, leaf.shape[-2])
-        # A flattened image has its channels last: input j belongs to channel j mod (channels).
-        return _Channels(before if len(leaf.shape) == 2 and inputs % before == 0 else inputs, outputs)
-
-    return [one(leaf, layer) for leaf, layer in zip(leaves, plan.layers.of, strict=True)]
-
-
-def _block(shape: tuple[int, ...], channels: _Channels, first: Callable[[int], Any], xp: Any) -> Any:
-    """The mask of the first inputs (last axis but one) and outputs (last axis); `xp` is numpy or jax.numpy."""
-    stays = xp.ones(shape, bool)
-    if channels.outputs is not None:
-        stays = stays & (xp.arange(shape[-1], dtype=np.int32) < first(channels.outputs)).reshape(
-            *[1] * (len(shape) - 1), -1
-        )
-    if channels.inputs is not None:
-        here = xp.arange(shape[-2], dtype=np.int32) % channels.inputs < first(channels.inputs)
-        stays = stays & here.reshape(*[1] * (len(shape) - 2), -1, 1)
-    return stays

@@ -7,181 +7,203 @@ ratio uses only a block of a leaf; if P_i does not prune the leaf, only this blo
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, PyTree
 
-from commjax.algorithms.fedp3 import layers, submodels
-from commjax.algorithms.fedp3.plans import Plan, kept
-from commjax.algorithms.fedp3.submodels import LocalPruning, Pruning
+from commjax.algorithms.fedp3 import local_pruning
+from commjax.algorithms.fedp3.layers import Layers
+from commjax.algorithms.fedp3.local_pruning import LocalPruning
+from commjax.algorithms.fedp3.plans import Plan, kept, layer_sets, ratios
+from commjax.algorithms.fedp3.submodels import Masks, Pruning
 from commjax.compressors import wire
-from commjax.core.base import Key, Params
+from commjax.core.base import Params
 
 
-def sent(plan: Plan, mine: Any, key: Key, row: Any, params: Params, made: list) -> tuple[Params, list]:
-    """What a client receives: W^l for l in L_i, P_i (.) W^l for the others.
+class Format(NamedTuple):
+    """What server and client know about the messages of one client.
 
-    Args:
-        plan: the plan.
-        mine: L_i, a bool for each layer; a NumPy array if it is static.
-        key: the client's key of the masks in this round.
-        row: the client's row of the plan.
-        params: W.
-        made: the server's masks (`submodels.server_masks`).
-
-    Returns:
-        The params and a mask for each leaf, None for a leaf that is sent whole.
+    Attributes:
+        layers: the layers of the params.
+        trained: L_i, a bool for each layer.
+        keep: keep ratio of the layers outside L_i.
+        positions: whether the positions of the kept weights are sent.  They are not if both sides draw them.
+        local_head: whether the client keeps its own final layer, which is then not downloaded.
+        blocks: for each leaf the mask of the part that the client uses; None is all of it.
     """
-    static, wanted = isinstance(mine, np.ndarray), submodels.pruned_leaves(plan, params)
 
-    def mask(position, leaf):
-        number = plan.layers.of[position]
-        if not wanted[position] or (static and mine[number]):
-            return None
-        found = submodels.client_mask(plan, key, row, position, leaf, made[position])
-        return found if static else found | mine[number]
-
-    masks = [mask(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
-    return masked(params, masks), masks
+    layers: Layers
+    trained: Bool[np.ndarray, "l"]
+    keep: float
+    positions: bool
+    local_head: bool
+    blocks: list[np.ndarray | None]
 
 
-def head(plan: Plan, params: Params) -> PyTree:
-    """The final layer, as a part of the tree."""
-    return layers.split(plan.layers, params, layers.chosen(plan.layers, plan.layers.names[-1:]))[0]
-
-
-def masked(model: Params, masks: list) -> Params:
-    """The model with 0 outside the masks; the mask None keeps a leaf whole."""
-    leaves, structure = jax.tree.flatten(model)
-    zero = [jnp.zeros((), leaf.dtype) for leaf in leaves]
-    return structure.unflatten(
-        [leaf if mask is None else jnp.where(mask, leaf, none) for leaf, mask, none in zip(leaves, masks, zero)]
-    )
-
-
-def _shape(leaf) -> tuple[int, np.dtype]:
-    return math.prod(leaf.shape), np.dtype(leaf.dtype)
-
-
-def _masked(plan: Plan, id: int, layer: int, leaf) -> bool:
-    """Whether P_i prunes this leaf."""
-    return not plan.trained[id, layer] and len(leaf.shape) > 1 and bool(plan.keep[id] < 1)
-
-
-def _leaf_bits(plan: Plan, pruning: Pruning, id: int, layer: int, leaf, block) -> int:
-    """Bits down of one leaf."""
-    size, dtype = _shape(leaf)
-    if not _masked(plan, id, layer, leaf):
-        return 8 * dtype.itemsize * (size if block is None else int(block.sum()))
-    k = kept(size, plan.keep[id])
-    positions = 0 if pruning.score is None else wire.whole_bytes(wire.index_code(size, k).bits)
-    return 8 * dtype.itemsize * k + positions
-
-
-def used(plan: Plan, local: LocalPruning | None, id: int, params: Params, local_head: bool = False) -> list:
-    """The part of each leaf that a client uses (`submodels.fixed_blocks`).
-
-    A head that stays with its client is used whole, since the server does not have the rest of it.
+def format_of(
+    plan: Plan,
+    client: int,
+    params: Params,
+    *,
+    pruning: Pruning,
+    local: LocalPruning | None = None,
+    local_head: bool = False,
+) -> Format:
+    """The format of the messages of one client.
 
     Args:
         plan: the plan.
-        local: Q_i; None is no local pruning.
-        id: the client's row of the plan.
-        params: the params.
-        local_head: whether each client keeps its own final layer.
-
-    Returns:
-        For each leaf a mask of its shape, or None for a leaf that is used whole.
-    """
-    found = submodels.fixed_blocks(plan, local or submodels.fixed(), id, params)
-    final = len(plan.layers.names) - 1
-    return [None if local_head and layer == final else one for one, layer in zip(found, plan.layers.of, strict=True)]
-
-
-def prices(
-    plan: Plan, pruning: Pruning, params: Params, local_head: bool = False, local: LocalPruning | None = None
-) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
-    """Bits up and bits down of each client, from shapes alone.
-
-    Args:
-        plan: the plan.
-        pruning: P_i.
+        client: the client's row of the plan.
         params: the params, or their shapes and dtypes.
-        local_head: whether each client keeps its own final layer.
+        pruning: P_i.
         local: Q_i; None is no local pruning.
+        local_head: whether each client keeps its own final layer.
 
     Returns:
-        Bits up [n] and bits down [n].
+        The format.
     """
-    leaves, final = jax.tree.leaves(params), len(plan.layers.names) - 1
-    up, down = np.zeros(len(plan.keep)), np.zeros(len(plan.keep))
-    for id, mine in enumerate(plan.trained):
-        blocks = used(plan, local, id, params, local_head)
-        for leaf, layer, block in zip(leaves, plan.layers.of, blocks, strict=True):
-            size, dtype = _shape(leaf)
-            up[id] += 8 * dtype.itemsize * (size if block is None else block.sum()) * mine[layer]
-            down[id] += 0 if local_head and layer == final else _leaf_bits(plan, pruning, id, layer, leaf, block)
-    return up, down
+    blocks = local_pruning.fixed_blocks(plan, local or local_pruning.fixed(), client, params)
+    final = len(plan.layers.names) - 1
+    # A head that stays with its client is used whole, since the server does not have the rest of it.
+    parts = zip(blocks, plan.layers.of, strict=True)
+    used = [None if local_head and layer == final else block for block, layer in parts]
+    positions = pruning.score is not None
+    return Format(plan.layers, plan.trained[client], float(plan.keep[client]), positions, local_head, used)
 
 
-def write_up(plan: Plan, id: int, model: Params, blocks: list | None = None) -> bytes:
+class Bits(NamedTuple):
+    """Bits of the two messages of a client.
+
+    Attributes:
+        up: bits of the upload.
+        down: bits of the download.
+    """
+
+    up: int
+    down: int
+
+
+def bits(format: Format, params: Params) -> Bits:
+    """Bits of the messages of one client, from shapes alone.
+
+    Args:
+        format: the format of its messages.
+        params: the params, or their shapes and dtypes.
+
+    Returns:
+        The bits of the upload and of the download.
+    """
+    parts = list(_parts(format, params))
+    up = sum(8 * part.itemsize * part.size for part in parts if part.trained)
+    return Bits(up, sum(part.bits_down for part in parts if not part.skipped))
+
+
+class _Part(NamedTuple):
+    """One leaf of a message.
+
+    Attributes:
+        leaf: the leaf of the params.
+        block: the part of it that is used; None is all of it.
+        trained: whether the client trains and uploads it.
+        skipped: whether it is not downloaded.
+        kept: number of weights that P_i keeps; None if it does not prune the leaf.
+        positions: whether the positions of the kept weights are sent.
+    """
+
+    leaf: Any
+    block: np.ndarray | None
+    trained: bool
+    skipped: bool
+    kept: int | None
+    positions: bool
+
+    @property
+    def size(self) -> int:
+        """Number of weights that are used."""
+        return math.prod(self.leaf.shape) if self.block is None else int(self.block.sum())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the numbers."""
+        return np.dtype(self.leaf.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return self.dtype.itemsize
+
+    @property
+    def bits_down(self) -> int:
+        """Bits of the leaf in a download."""
+        if self.kept is None:
+            return 8 * self.itemsize * self.size
+        size = math.prod(self.leaf.shape)
+        positions = wire.whole_bytes(wire.index_code(size, self.kept).bits) if self.positions else 0
+        return 8 * self.itemsize * self.kept + positions
+
+
+def _parts(format: Format, params: Params) -> Iterator[_Part]:
+    leaves, final = jax.tree.leaves(params), len(format.layers.names) - 1
+    for leaf, layer, block in zip(leaves, format.layers.of, format.blocks, strict=True):
+        trained = bool(format.trained[layer])
+        pruned = not trained and len(leaf.shape) > 1 and format.keep < 1
+        number = kept(math.prod(leaf.shape), format.keep) if pruned else None
+        yield _Part(leaf, block, trained, format.local_head and layer == final, number, format.positions)
+
+
+def write_up(format: Format, model: Params) -> bytes:
     """The upload of one client: the layers of L_i.
 
     Args:
-        plan: the plan.
-        id: the client's row of the plan.
+        format: the format of its messages.
         model: the client's model.
-        blocks: the part of each leaf that the client uses (`used`); None is all of it.
 
     Returns:
         The bytes.
     """
-    leaves = jax.tree.leaves(model)
-    parts = zip(leaves, plan.layers.of, blocks or [None] * len(leaves), strict=True)
-    return b"".join(
-        wire.encode_values(np.asarray(leaf) if block is None else np.asarray(leaf)[block])
-        for leaf, layer, block in parts
-        if plan.trained[id, layer]
-    )
+    return b"".join(_values(part) for part in _parts(format, model) if part.trained)
 
 
-def read_up(plan: Plan, id: int, data: bytes, like: Params, blocks: list | None = None) -> PyTree:
+def _values(part: _Part) -> bytes:
+    values = np.asarray(part.leaf)
+    return wire.encode_values(values if part.block is None else values[part.block])
+
+
+def read_up(format: Format, data: bytes, like: Params) -> PyTree:
     """Read an upload.  A ValueError for a message of another length.
 
     Args:
-        plan: the plan.
-        id: the client's row of the plan.
+        format: the format of the client's messages.
         data: the bytes.
-        like: the server's params, which also fill the leaves outside `blocks`.
-        blocks: as in `write_up`.
+        like: the server's params, which also fill the leaves outside the blocks.
 
     Returns:
         The layers of L_i, as a part of the tree.
     """
-    leaves, structure = jax.tree.flatten(like)
-    found, start = [], 0
-    for leaf, layer, block in zip(leaves, plan.layers.of, blocks or [None] * len(leaves), strict=True):
-        size, dtype = _shape(leaf)
-        if not plan.trained[id, layer]:
-            found.append(None)
+    leaves: list[Any] = []
+    start = 0
+    for part in _parts(format, like):
+        if not part.trained:
+            leaves.append(None)
             continue
-        stop = start + (size if block is None else int(block.sum())) * dtype.itemsize
-        values = wire.decode_values(data[start:stop], (stop - start) // dtype.itemsize, dtype)
-        found.append(_filled(values, leaf, block, leaf))
+        stop = start + part.size * part.itemsize
+        values = wire.decode_values(data[start:stop], part.size, part.dtype)
+        leaves.append(_filled(values, part, part.leaf))
         start = stop
     _check_end("up", data, start)
-    return structure.unflatten(found)
+    return jax.tree.structure(like).unflatten(leaves)
 
 
-def _filled(values: np.ndarray, like, block, rest) -> jax.Array:
-    """An array with `values` in `block` and `rest` elsewhere."""
-    if block is None:
-        return jnp.asarray(values.reshape(like.shape))
-    whole = np.array(np.broadcast_to(np.asarray(rest), like.shape))
-    whole[block] = values
+def _filled(values: np.ndarray, part: _Part, rest: Any) -> jax.Array:
+    """An array with `values` in the part's block and `rest` elsewhere."""
+    if part.block is None:
+        return jnp.asarray(values.reshape(part.leaf.shape))
+    whole = np.array(np.broadcast_to(np.asarray(rest), part.leaf.shape))
+    whole[part.block] = values
     return jnp.asarray(whole)
 
 
@@ -190,123 +212,112 @@ def _check_end(way: str, data: bytes, end: int) -> None:
         raise ValueError(f"a message {way} of {end} bytes was expected, got {len(data)}")
 
 
-def write_down(
-    plan: Plan,
-    pruning: Pruning,
-    id: int,
-    sent: Params,
-    masks: list,
-    local_head: bool = False,
-    blocks: list | None = None,
-) -> bytes:
+def write_down(format: Format, sent: Params, masks: Masks) -> bytes:
     """The download of one client.
 
     Args:
-        plan: the plan.
-        pruning: P_i.
-        id: the client's row of the plan.
-        sent: W^l for l in L_i, P_i (.) W^l for the others (`sent`).
+        format: the format of its messages.
+        sent: W^l for l in L_i, P_i (.) W^l for the others (`submodels.sent`).
         masks: the masks of P_i, None for a leaf that is sent whole.
-        local_head: whether each client keeps its own final layer, which is then not sent.
-        blocks: the part of each leaf that the client uses (`used`); None is all of it.
 
     Returns:
         The bytes.
     """
-    final, parts = len(plan.layers.names) - 1, []
-    leaves = jax.tree.leaves(sent)
-    for leaf, layer, mask, block in zip(leaves, plan.layers.of, masks, blocks or [None] * len(leaves), strict=True):
-        if local_head and layer == final:
+    pieces: list[bytes] = []
+    for part, mask in zip(_parts(format, sent), masks, strict=True):
+        if part.skipped:
             continue
-        if not _masked(plan, id, layer, leaf):
-            parts.append(wire.encode_values(np.asarray(leaf) if block is None else np.asarray(leaf)[block]))
+        if part.kept is None:
+            pieces.append(_values(part))
             continue
-        flat = np.asarray(leaf).reshape(-1)
+        flat = np.asarray(part.leaf).reshape(-1)
         at = np.flatnonzero(np.asarray(mask).reshape(-1))
-        positions = b"" if pruning.score is None else wire.encode_indices(at, flat.size)
-        parts += [positions, wire.encode_values(flat[at])]
-    return b"".join(parts)
+        pieces += [wire.encode_indices(at, flat.size) if part.positions else b"", wire.encode_values(flat[at])]
+    return b"".join(pieces)
 
 
-def read_down(
-    plan: Plan,
-    pruning: Pruning,
-    id: int,
-    data: bytes,
-    like: Params,
-    masks: list | None = None,
-    local_head: bool = False,
-    blocks: list | None = None,
-) -> PyTree:
+def read_down(format: Format, data: bytes, like: Params, masks: Masks | None = None) -> PyTree:
     """Read a download.  A ValueError for a message of another length.
 
     Args:
-        plan: the plan.
-        pruning: P_i.
-        id: the client's row of the plan.
+        format: the format of the client's messages.
         data: the bytes.
         like: params of the same shapes and dtypes.
         masks: the masks of P_i, needed only if they are drawn from the key and thus not sent.
-        local_head: as in `write_down`.
-        blocks: as in `write_down`.
 
     Returns:
-        The params with which the client starts: 0 outside the masks and `blocks`, and None for a head that is not sent.
+        The params with which the client starts: 0 outside the masks and blocks, and None for a head that is not sent.
     """
-    return read_sent(plan, pruning, id, data, like, masks, local_head, blocks)[0]
+    return read_sent(format, data, like, masks)[0]
 
 
-def read_sent(
-    plan: Plan,
-    pruning: Pruning,
-    id: int,
-    data: bytes,
-    like: Params,
-    masks: list | None = None,
-    local_head: bool = False,
-    blocks: list | None = None,
-) -> tuple[PyTree, list]:
+def read_sent(format: Format, data: bytes, like: Params, masks: Masks | None = None) -> tuple[PyTree, Masks]:
     """Read a download, as `read_down` does, and return the masks as well.
 
     Args:
-        plan: the plan.
-        pruning: P_i.
-        id: the client's row of the plan.
+        format: the format of the client's messages.
         data: the bytes.
         like: params of the same shapes and dtypes.
         masks: as in `read_down`.
-        local_head: as in `write_down`.
-        blocks: as in `write_down`.
 
     Returns:
         The params, and the masks of P_i, None for a leaf that is sent whole.
     """
-    leaves, structure = jax.tree.flatten(like)
-    found, start, final = [], 0, len(plan.layers.names) - 1
-    stays: list = [None] * len(leaves)
-    blocks = blocks or [None] * len(leaves)
-    for position, (leaf, layer, block) in enumerate(zip(leaves, plan.layers.of, blocks, strict=True)):
-        if local_head and layer == final:
-            found.append(None)
-            continue
-        size, dtype = _shape(leaf)
-        stop = start + _leaf_bits(plan, pruning, id, layer, leaf, block) // 8
-        part, start = data[start:stop], stop
-        if not _masked(plan, id, layer, leaf):
-            values = wire.decode_values(part, len(part) // dtype.itemsize, dtype)
-            found.append(_filled(values, leaf, block, np.zeros((), dtype)))
-            continue
-        k = kept(size, plan.keep[id])
-        cut = len(part) - k * dtype.itemsize
-        if pruning.score is None:
-            assert masks is not None
-            at = np.flatnonzero(np.asarray(masks[position]).reshape(-1))
-        else:
-            at = wire.decode_indices(part[:cut], size, k)
-        flat, here = np.zeros(size, dtype), np.zeros(size, bool)
-        here[at] = True
-        stays[position] = jnp.asarray(here.reshape(leaf.shape))
-        flat[at] = wire.decode_values(part[cut:], k, dtype)
-        found.append(jnp.asarray(flat.reshape(leaf.shape)))
+    leaves: list[Any] = []
+    stays: list[Any] = []
+    start = 0
+    drawn = [None for _ in format.layers.of] if masks is None else masks
+    for part, mask in zip(_parts(format, like), drawn, strict=True):
+        stop = start + (0 if part.skipped else part.bits_down // 8)
+        leaf, stay = _read_leaf(part, data[start:stop], mask)
+        leaves.append(leaf)
+        stays.append(stay)
+        start = stop
     _check_end("down", data, start)
-    return structure.unflatten(found), stays
+    return jax.tree.structure(like).unflatten(leaves), stays
+
+
+def _read_leaf(part: _Part, data: bytes, mask: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """A leaf of a download and its mask, None if it is sent whole."""
+    if part.skipped:
+        return None, None
+    if part.kept is None:
+        values = wire.decode_values(data, len(data) // part.itemsize, part.dtype)
+        return _filled(values, part, np.zeros((), part.dtype)), None
+    size, cut = math.prod(part.leaf.shape), len(data) - part.kept * part.itemsize
+    if part.positions:
+        at = wire.decode_indices(data[:cut], size, part.kept)
+    else:
+        assert mask is not None
+        at = np.flatnonzero(np.asarray(mask).reshape(-1))
+    flat, stays = np.zeros(size, part.dtype), np.zeros(size, bool)
+    stays[at] = True
+    flat[at] = wire.decode_values(data[cut:], part.kept, part.dtype)
+    return jnp.asarray(flat.reshape(part.leaf.shape)), jnp.asarray(stays.reshape(part.leaf.shape))
+
+
+def tables(
+    plan: Plan, params: Params, *, pruning: Pruning, local: LocalPruning | None = None, local_head: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of every kind of client that a program for `plan` can have.
+
+    Args:
+        plan: the plan.
+        params: the params, or their shapes and dtypes.
+        pruning: P_i.
+        local: Q_i; None is no local pruning.
+        local_head: whether each client keeps its own final layer.
+
+    Returns:
+        Bits up and bits down, [layer sets, keep ratios, smallest ratios of local pruning] each.  The fields of
+        `plans.Assignment` are the indices.
+    """
+    local = local or local_pruning.fixed()
+    sets, keeps, lows = layer_sets(plan), ratios(plan), local_pruning.lows(local, plan)
+    up, down = np.zeros((2, len(sets), len(keeps), len(lows)))
+    for place in np.ndindex(up.shape):
+        trained, keep, low = (values[number] for values, number in zip((sets, keeps, lows), place, strict=True))
+        kind, pruned = Plan(plan.layers, trained[None], keep[None]), local._replace(low=float(low))
+        format = format_of(kind, 0, params, pruning=pruning, local=pruned, local_head=local_head)
+        up[place], down[place] = bits(format, params)
+    return up, down

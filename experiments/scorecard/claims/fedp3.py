@@ -119,26 +119,27 @@ def is_fedavg() -> Claim:
 def never_leaves() -> Claim:
     data, problem, params, names = small()
     plan = plans.opu(names, N, 1, 2, keep=0.7)
-    state = fedp3.fedp3(problem.loss, plan, steps=2).init(params, jnp.arange(N))
-    foreign = outside = sent = 0
+    method = fedp3.Method(problem.loss, plan, steps=2)
+    state = method.init(params, jnp.arange(N))
+    leaked = outside = sent = 0
     for i in range(2):
         rows = jax.tree.map(lambda leaf, i=i: leaf[i], data)
-        up = fedp3.messages(jax.random.key(1), fedavg.HParams(0.1, 1.0), state, rows, i, problem.loss, plan, steps=2).up
-        part = fedp3_wire.read_up(plan, i, up, params)
+        up = method.messages(jax.random.key(1), fedavg.HParams(0.1, 1.0), state, rows, i).up
+        part = fedp3_wire.read_up(fedp3_wire.format_of(plan, i, params, pruning=method.pruning), up, params)
         numbers = np.frombuffer(up, np.float64)
-        own, other = layers.split(names, params, plan.trained[i])
-        foreign += len(set(numbers.tolist()) & {x for leaf in jax.tree.leaves(other) for x in np.ravel(leaf).tolist()})
+        mine, other = layers.split(names, params, plan.trained[i])
+        leaked += len(set(numbers.tolist()) & {x for leaf in jax.tree.leaves(other) for x in np.ravel(leaf).tolist()})
         outside += len(numbers) - sum(leaf.size for leaf in jax.tree.leaves(part))
-        sent += len(numbers) - sum(leaf.size for leaf in jax.tree.leaves(own))
-    exact = 8 * len(up) == fedp3.ledger(plan, params)["up"][1]
+        sent += len(numbers) - sum(leaf.size for leaf in jax.tree.leaves(mine))
+    exact = 8 * len(up) == method.ledger(params)["up"][1]
     return Claim(
         METHOD,
         "Only the layers of L_i are sent to the server",
         "line 12 of Alg. FedP3, L1672",
         "nothing else leaves",
-        f"{foreign} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the "
+        f"{leaked} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the "
         f"ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
-        "reproduced" if foreign == outside == sent == 0 and exact else "differs",
+        "reproduced" if leaked == outside == sent == 0 and exact else "differs",
     )
 
 
@@ -146,7 +147,7 @@ def weights() -> Claim:
     six = layers.Layers(tuple("abcdef"), tuple(range(6)))
     plan = plans.plan(six, ["af", "abcdef", "bcdf"])
     sent = {name: jnp.array([10.0, 20.0, 0.0]) for name in "abcdef"}
-    logits = jnp.asarray(aggregation.weighted().logits(plan))
+    logits = jnp.asarray(aggregation.weighted().logits(plan.trained))
     found = float(aggregation.joined(six, sent, aggregation.weights(logits, jnp.asarray(plan.trained)))["a"])
     printed = (2 * 10 + 6 * 20) / plan.trained.sum()
     return Claim(
