@@ -206,9 +206,9 @@ class Method(ClientSide):
         every, least = np.ones(len(self.plan.layers.names), bool), local_pruning.least(self.local_pruning)
 
         def client_model(client: Client, data: PyTree) -> Any:
-            mine, client_keys = client.plan.trained, client_keys(keys.client(client.id), self.steps)
-            model, _ = self.local_update(mine, every, LocalWork(client_keys, hparams, download, client, data))
-            cut = local_pruning.local_submodel(self.plan, least, client_keys.least, client.plan.low, mine, model)
+            mine, derived = client.plan.trained, client_keys(keys.client(client.id), self.steps)
+            model, _ = self.local_update(mine, every, LocalWork(derived, hparams, download, client, data))
+            cut = local_pruning.local_submodel(self.plan, least, derived.least, client.plan.low, mine, model)
             return use(cut, data)
 
         return self.over(client_model)(state.clients, data)
