@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from commjax.core import checkpoint as checkpoints
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Key, Metrics, State
+from commjax.core.base import Algorithm, AxisName, Key, Metrics, State
 from commjax.core.progress import progress_bar
 from commjax.core.records import Record, environment
 
@@ -79,7 +79,7 @@ def run(
     data: PyTree,
     num_rounds: int,
     batch_fn: BatchFn = full_batch,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
 ) -> tuple[State, Any]:
     """Run `num_rounds` rounds as one compiled program.
 

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from commjax.core import rounds
-from commjax.core.base import Key, Params, State
+from commjax.core.base import AxisName, Key, Params, State
 from commjax.prox.solvers.base import LocalOracle, Oracle
 from commjax.sampling.samplings import Draw, Sampling
 
 
-def draw_of(key: Key, sampling: Sampling, state: State, axis_name: str | None) -> tuple[Draw, int]:
+def draw_of(key: Key, sampling: Sampling, state: State, axis_name: AxisName) -> tuple[Draw, int]:
     """Draw the cohort of this round.
 
     Args:
@@ -104,7 +104,7 @@ def gather(draw: Draw, ids, batch, axis_name, hubs: Hubs | None = None) -> Cohor
     return Cohort(batch, jnp.where(rounds.real(len(ids), axis_name), weights[ids], 0), of(ids))
 
 
-def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
+def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: AxisName, hubs: int = 1) -> PyTree:
     """Return sum_i weights_i row_i over all devices; with hubs, the clients of each hub are summed first.
 
     Args:
@@ -129,7 +129,7 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
     return jax.tree.map(one, rows)
 
 
-def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
+def largest(rows: Array, cohort: Cohort, axis_name: AxisName) -> Array:
     """Return the largest of the members' numbers, over all devices; other rows count as 0.
 
     Args:
@@ -150,7 +150,7 @@ def prox_oracle(
     cohort: Cohort,
     center: Array,
     gamma: Any,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     hubs: int = 1,
     pool: Callable | None = None,
 ) -> Oracle:

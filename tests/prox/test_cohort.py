@@ -68,14 +68,14 @@ def test_only_the_rows_of_the_members_are_taken_and_put_back():
     assert here.weights is None
     put = here.put(rows, jax.tree.map(lambda leaf: -leaf - 1, taken))
     np.testing.assert_array_equal(put["x"], np.where(member[:, None], -rows["x"] - 1, rows["x"]))
-    masked = rounds.Cohort(jnp.asarray(member), None, None).put(rows, jax.tree.map(lambda leaf: -leaf - 1, rows))
+    masked = rounds.Members(jnp.asarray(member), None, None).put(rows, jax.tree.map(lambda leaf: -leaf - 1, rows))
     chex.assert_trees_all_equal(masked, put)
 
 
 @pytest.mark.parametrize("size", [None, N])
 def test_a_cohort_of_all_is_no_cohort(size):
     here = rounds.cohort(KEY, IDS, size)
-    assert here == rounds.Cohort(None, None, None)
+    assert here == rounds.Members(None, None, None)
     rows, new = {"x": IDS}, {"x": -IDS}
     assert here.take(rows) is rows and here.put(rows, new) is new
 

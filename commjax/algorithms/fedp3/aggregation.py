@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Shaped
 from commjax.algorithms.fedp3.layers import Layers, by_leaf
 from commjax.algorithms.fedp3.plans import Plan
 from commjax.core import rounds, tree
-from commjax.core.base import Params
+from commjax.core.base import AxisName, Params
 
 # Logits are clipped to [-MOST, MOST], so that no exponential overflows.
 MOST = 20.0
@@ -111,7 +111,7 @@ def joined(
     layers: Layers,
     updates: PyTree,
     weights: Float[Array, "m l"],
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     present: Shaped[Array, "m"] | None = None,
 ) -> Params:
     """The step of the server.
@@ -154,7 +154,7 @@ def learned(
     updates: PyTree,
     logits: Float[Array, "m l"],
     holds: Bool[Array, "m l"],
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     present: Shaped[Array, "m"] | None = None,
     members: int = 1,
 ) -> Float[Array, "m l"]:
