@@ -29,7 +29,7 @@ def clients(data: Any, rows: int | None = None) -> Feed:
     return feed.make(ids, list(sizes.values()), read, rows)
 
 
-def sqlite(path: str | os.PathLike, rows: int | None = None) -> Feed:
+def sqlite(path: str | os.PathLike[str], rows: int | None = None) -> Feed:
     """Make a feed of a file of `fedjax.SQLiteFederatedDataBuilder`.  Rows are read when their cohort is fetched.
 
     Args:

@@ -279,7 +279,7 @@ def _check(
         )
 
 
-def _varies(x: Array) -> frozenset:
+def _varies(x: Array) -> frozenset[str]:
     """The device axes over which a value varies under `shard_map`.  The attribute depends on the JAX version."""
     kind = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())

@@ -11,7 +11,7 @@ from commjax.data.feed import Feed
 from commjax.data.partition import Rows, by_group
 
 
-def source(name: str, split: str, data_dir: str | os.PathLike | None = None) -> Sequence[dict[str, Any]]:
+def source(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Sequence[dict[str, Any]]:
     """Open a data set with `tfds.data_source`.  It is downloaded if it is not on disk in the array_record format.
 
     Args:
