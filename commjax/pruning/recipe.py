@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from commjax.core.checkpoint import digest
+from commjax.core.identity import digest
 from commjax.llm.base import Model
 from commjax.pruning import masks, regrow, scores, statistics
 from commjax.pruning.masks import Group, Mask

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commjax import __version__
-from commjax.core.checkpoint import digest
+from commjax.core.identity import digest
 from commjax.core.progress import progress_bar
 from commjax.data import bounded
 from commjax.llm import checkpoints, export, names
