@@ -1,5 +1,6 @@
 """A progress bar with the time left.  It uses rich if that is installed, else it prints a line every few seconds."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ def _text(values: dict[str, float]) -> str:
 
 
 def _plain(label: str, total: int, start: int) -> Callable[[int, dict[str, float]], None]:
-    began = last = time.monotonic()
+    began, last = time.monotonic(), -math.inf  # the first line comes at once
 
     def advance(done: int, values: dict[str, float]) -> None:
         nonlocal last

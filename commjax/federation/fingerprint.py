@@ -1,6 +1,6 @@
 """A digest of a function's source and closure, to compare the functions of two machines.
 
-The traced program (`runner.program`) would be exact.  But tracing the client step needs a client's data, which the
+The traced program (`identity.program`) would be exact.  But tracing the client step needs a client's data, which the
 server does not have.
 """
 

@@ -246,7 +246,7 @@ def deaths(folder, killed, file):
         assert processes[0].stderr is not None
         lines = iter(processes[0].stderr.readline, "")
         assert next(lines).startswith(f"commjax: waiting for 2 processes at {address}, 60 s")
-        assert any((found := re.match(r"round (\d+) of", line)) and int(found[1]) >= 4 for line in lines)
+        assert any((found := re.match(r"rounds: (\d+)/", line)) and int(found[1]) >= 2 for line in lines)
         processes[killed].send_signal(signal.SIGKILL)
         died = time.monotonic()
         _, errors = processes[1 - killed].communicate(timeout=180)
@@ -277,7 +277,7 @@ def test_a_process_that_is_killed_stops_the_other_and_the_job_goes_on_elsewhere(
 @pytest.mark.long
 def test_a_coordinator_that_is_killed_stops_the_other_too(tmp_path, file):
     errors, done = deaths(tmp_path, 0, file)
-    assert done >= 4 and ("the coordination service" in errors or "Connection" in errors), errors[-3000:]
+    assert done >= 2 and ("the coordination service" in errors or "Connection" in errors), errors[-3000:]
 
 
 @pytest.mark.long
@@ -287,7 +287,7 @@ def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_p
     processes = [spawn(launch.replace(long, process_id=i)) for i in range(2)]
     try:
         assert processes[0].stderr is not None
-        assert any(line.startswith("round 4 of") for line in iter(processes[0].stderr.readline, ""))
+        assert any(line.startswith("rounds: ") for line in iter(processes[0].stderr.readline, ""))
         processes[1].send_signal(signal.SIGTERM)
         errors = [process.communicate(timeout=120)[1] for process in processes]
     finally:
@@ -304,7 +304,7 @@ def test_a_signal_to_one_process_saves_and_ends_both_with_the_usual_status(tmp_p
 def test_a_signal_to_the_launcher_saves_and_ends_its_processes(tmp_path, file, number, status):
     launcher = spawn(settings(tmp_path, dataset=str(file), local=2, rounds=100_000))
     assert launcher.stderr is not None
-    assert any(line.startswith("round 4 of") for line in iter(launcher.stderr.readline, ""))
+    assert any(line.startswith("rounds: ") for line in iter(launcher.stderr.readline, ""))
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=120)  # returns when all who write to stderr have ended: the processes, too
     assert launcher.returncode == status, errors
