@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from commjax.algorithms.fedavg import Client, Server, init
 from commjax.algorithms.sppm_as import Metrics, flat_metrics
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Key, Params, Spec, State
+from commjax.core.base import Algorithm, AxisName, Key, Params, Spec, State
 from commjax.prox import cohort, solvers
 from commjax.prox.solvers.base import BROKE_DOWN, Result, Solver
 from commjax.sampling.samplings import Sampling
@@ -68,7 +68,7 @@ def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of:
     """
 
     def step(
-        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         server = state.server
         draw, n = cohort.draw_of(key, sampling, state, axis_name)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from commjax.algorithms.fedavg import Client, Server, bits_down, init
 from commjax.algorithms.sppm_as import Metrics, flat_metrics
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Exchange, Key, Params, Round, Spec, State
+from commjax.core.base import Algorithm, AxisName, Exchange, Key, Params, Round, Spec, State
 from commjax.core.local import ClientResult, ValueAndGrad
 from commjax.prox import cohort
 from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED
@@ -73,7 +73,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         return jax.lax.fori_loop(0, hparams.steps, gradient_step, x), value_and_grad(unravel(x), data)[0]
 
     def step(
-        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         draw, n = cohort.draw_of(key, sampling, state, axis_name)
         check(hparams, n)

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from commjax.algorithms.fedavg import Client, Server, init
 from commjax.core import checks, rounds
-from commjax.core.base import Algorithm, Key, Params, Spec, State
+from commjax.core.base import Algorithm, AxisName, Key, Params, Spec, State
 from commjax.prox import cohort
 from commjax.prox.cohort import Hubs
 from commjax.prox.solvers.base import BROKE_DOWN, Result, Solver
@@ -136,7 +136,7 @@ def sppm_as(
     ledger = _Ledger(hubs, vectors, received)
 
     def step(
-        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         server = state.server
         draw, n = cohort.draw_of(key, sampling, state, axis_name)

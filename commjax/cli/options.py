@@ -6,7 +6,7 @@ to `METHODS`.
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 
 from commjax.pruning import regrow as regrowing
 from commjax.pruning import scores
@@ -15,17 +15,15 @@ from commjax.pruning.recipe import Choice, choose
 from commjax.pruning.regrow import Regularizer
 from commjax.pruning.scores import Axis
 
+
+def _no_hint(*name: str, **hints: Any) -> Any:
+    """Without the extra `cli` there is a help text and nothing else, so no hints for tyro are needed."""
+
+
 try:
     from tyro.conf import OmitArgPrefixes, arg, subcommand
-except ImportError:  # without the extra `cli` there is a help text and nothing else, so no hints are needed
-
-    def arg(**hints: Any) -> None:
-        """Stand-in for tyro's hint on how an option is shown."""
-
-    def subcommand(name: str) -> None:
-        """Stand-in for tyro's name of a sub-command."""
-
-    OmitArgPrefixes = None
+except ImportError:
+    OmitArgPrefixes, arg, subcommand = cast(Any, None), cast(Any, _no_hint), cast(Any, _no_hint)
 
 
 # Options whose default is no value of theirs, with what the help text says instead of "None".

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from commjax.core import rounds, shards
-from commjax.core.base import Algorithm, Key, State
+from commjax.core.base import Algorithm, AxisName, Key, State
 from commjax.core.batches import BatchFn, full_batch
 from commjax.core.shards import AXIS, Inputs
 
@@ -32,7 +32,7 @@ def _rounds(
     num_rounds: int,
     *,
     batch_fn: BatchFn = full_batch,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     mesh: Mesh | None = None,
     n: int | None = None,
 ) -> tuple[State, Any]:
@@ -40,7 +40,7 @@ def _rounds(
     if mesh is not None:
 
         def on_shard(
-            key: Key, hparams: Any, state: State, data: PyTree, /, *, axis_name: str | None
+            key: Key, hparams: Any, state: State, data: PyTree, /, *, axis_name: AxisName
         ) -> tuple[State, Any]:
             return compiled_run(
                 key, algorithm, hparams, state, data, num_rounds, batch_fn=batch_fn, axis_name=axis_name

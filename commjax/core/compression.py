@@ -60,7 +60,7 @@ class ConstantsFn(Protocol):
 class EncodeFn(Protocol):
     """Encode x as client `id` of n does."""
 
-    def __call__(self, key: Key, x: PyTree, /, id: int = 0, n: int = 1) -> bytes:
+    def __call__(self, key: Key, x: PyTree, /, id: ClientId = 0, n: int = 1) -> bytes:
         """Return the bytes that the client sends."""
         ...
 
@@ -69,7 +69,7 @@ class EncodeFn(Protocol):
 class DecodeFn(Protocol):
     """Decode what client `id` of n has encoded."""
 
-    def __call__(self, key: Key, data: bytes, like: PyTree, /, id: int = 0, n: int = 1) -> PyTree:
+    def __call__(self, key: Key, data: bytes, like: PyTree, /, id: ClientId = 0, n: int = 1) -> PyTree:
         """Return a pytree with the shapes and dtypes of `like`."""
         ...
 
@@ -78,7 +78,7 @@ class DecodeFn(Protocol):
 class LengthFn(Protocol):
     """The length of an encoded message."""
 
-    def __call__(self, key: Key, like: PyTree, /, id: int = 0, n: int = 1) -> int:
+    def __call__(self, key: Key, like: PyTree, /, id: ClientId = 0, n: int = 1) -> int:
         """Return the number of bytes for every x with the shapes and dtypes of `like`."""
         ...
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from commjax.core import checks, chunked, compiled, placement, rounds, shards, tree
-from commjax.core.base import Algorithm, Key, Metrics, State
+from commjax.core.base import Algorithm, AxisName, Key, Metrics, State
 from commjax.core.batches import BatchFn, full_batch, minibatches
 from commjax.core.loop import DivergedError, Evaluate, History, drive
 from commjax.core.records import Record, environment
@@ -47,7 +47,7 @@ def run(
     num_rounds: int,
     *,
     batch_fn: BatchFn = full_batch,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     mesh: Mesh | None = None,
     n: int | None = None,
 ) -> tuple[State, Any]:
@@ -177,7 +177,7 @@ def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) 
         The algorithm whose metrics have a field more for each measure.
     """
 
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None) -> tuple[State, Any]:
+    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
         seen = {name: measure(state, batch) for name, measure in measures.items()}
         state, metrics = algorithm.step(key, hparams, state, batch, axis_name=axis_name)
         return state, _metrics_type((*metrics._fields, *measures))(*metrics, *seen.values())

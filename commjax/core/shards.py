@@ -82,7 +82,7 @@ class ShardFn(Protocol):
     """A step or a run, called for the rows of one device."""
 
     def __call__(
-        self, key: Key, hparams: Any, state: State, data: PyTree, /, *, axis_name: AxisName | None
+        self, key: Key, hparams: Any, state: State, data: PyTree, /, *, axis_name: AxisName
     ) -> tuple[State, Any]:
         """Return the state and the metrics."""
         ...

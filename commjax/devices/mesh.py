@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from commjax.core.base import Algorithm, Axis, Key, State, StepFn
+from commjax.core.base import Algorithm, Axis, AxisName, Key, State, StepFn
 from commjax.core.shards import AXIS, Inputs, check_mesh, cut_rows, on_shards, pad_rows
 
 __all__ = [
@@ -74,7 +74,7 @@ def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
         return jit_step(algorithm, mesh)
 
     @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None) -> tuple[State, Any]:
+    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
         return on_shards(algorithm.step, mesh, Inputs(key, hparams, state, batch))
 
     return step
@@ -97,7 +97,7 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
     prefix = State(server=None, clients=0)
 
     @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None) -> tuple[State, Any]:
+    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
         n = len(state.clients.id)
         axis = Axis(AXIS, n) if n % num_devices else AXIS
         mapped = jax.pmap(
@@ -133,7 +133,7 @@ def jit_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
         return cut_rows(on(pad_rows(rows, mesh.size), P(AXIS)), n)
 
     @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None) -> tuple[State, Any]:
+    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
         n = len(state.clients.id)
         placed = State(on(state.server, P()), split(state.clients, n))
         (server, rows), metrics = algorithm.step(key, hparams, placed, split(batch, n))

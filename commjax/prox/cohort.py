@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from commjax.core import rounds
-from commjax.core.base import Key, Params, State
+from commjax.core.base import AxisName, Key, Params, State
 from commjax.prox.solvers.base import LocalOracle, Oracle, Vector
 from commjax.sampling.samplings import Draw, Sampling
 
 
-def draw_of(key: Key, sampling: Sampling, state: State, axis_name: str | None) -> tuple[Draw, int]:
+def draw_of(key: Key, sampling: Sampling, state: State, axis_name: AxisName) -> tuple[Draw, int]:
     """Draw the cohort of this round.
 
     Args:
@@ -79,7 +79,7 @@ class Hubs(NamedTuple):
         return Hubs(hubs, len(used))
 
 
-def gather(draw: Draw, ids: Int[Array, "n"], batch: PyTree, axis_name: str | None, hubs: Hubs | None = None) -> Cohort:
+def gather(draw: Draw, ids: Int[Array, "n"], batch: PyTree, axis_name: AxisName, hubs: Hubs | None = None) -> Cohort:
     """Return the rows of the cohort's clients.
 
     Without a mesh these are the m drawn rows.  On a mesh these are all rows of the device, with weight 0 for the
@@ -107,7 +107,7 @@ def gather(draw: Draw, ids: Int[Array, "n"], batch: PyTree, axis_name: str | Non
     return Cohort(batch, jnp.where(rounds.real(len(ids), axis_name), weights[ids], 0), hub_of(ids))
 
 
-def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, hubs: int = 1) -> PyTree:
+def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: AxisName, hubs: int = 1) -> PyTree:
     """Return sum_i weights_i row_i over all devices; with hubs, the clients of each hub are summed first.
 
     Args:
@@ -132,7 +132,7 @@ def add_up(rows: PyTree, cohort: Cohort, weights: Array, axis_name: str | None, 
     return jax.tree.map(leaf_sum, rows)
 
 
-def largest(rows: Array, cohort: Cohort, axis_name: str | None) -> Array:
+def largest(rows: Array, cohort: Cohort, axis_name: AxisName) -> Array:
     """Return the largest of the members' numbers, over all devices; other rows count as 0.
 
     Args:
@@ -154,7 +154,7 @@ def prox_oracle(
     center: Vector,
     gamma: Any,
     *,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     hubs: int = 1,
     pool: Callable[[PyTree, Array], PyTree] | None = None,
 ) -> Oracle:

@@ -12,6 +12,7 @@ Goals: a ratio of at most 1.05 on one device. The bytes of the compiled program'
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import tyro
@@ -68,7 +69,7 @@ def main(settings: Settings) -> dict[str, float]:
     formula = bytes_up(algorithm, bench.HPARAMS, state, data)
     print(f"collectives of the compiled round; formula: one message, its bits, one loss = {formula} bytes")
     for devices in settings.devices:
-        step = shard_step(algorithm, client_mesh(devices))
+        step: Any = shard_step(algorithm, client_mesh(devices))  # a jitted function
         found = collectives(step.lower(key, bench.HPARAMS, state, data).compile())
         moved = 2 * (devices - 1) / devices * found.bytes
         print(

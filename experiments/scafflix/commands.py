@@ -111,7 +111,9 @@ def inexact(settings: Settings) -> Rows:
     algorithm = runner.observe(scafflix.scafflix(gradient), distance=distance)
     rows, curves = [], {}
     for kind, value in LIMITS:
-        limit = {"tolerance": value} if kind == "epsilon" else {"tolerance": 1e-30, "max_iterations": value}
+        limit: dict[str, Any] = (
+            {"tolerance": value} if kind == "epsilon" else {"tolerance": 1e-30, "max_iterations": value}
+        )
         local = flix.local_optima(gradient, jnp.full(d, 100.0), exact.data, exact.smoothness.L_i, **limit)
         start = algorithm.init(jnp.ones(d), jnp.arange(n), optimum=local.params)
         _, seen = runner.run(jax.random.key(settings.seed), algorithm, hparams, start, exact.data, rounds)

@@ -1,6 +1,6 @@
 """The convex figures of Chapter 3, and the tables beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def _legend(axes: Axes, solid: str, dashed: str) -> None:
     axes.legend(ncols=2, columnspacing=0.8, handlelength=1.4)
 
 
-def acceleration(panels: dict[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
+def acceleration(panels: Mapping[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
     """Scafflix against GD, one panel per data set."""
     size = (2.5 * len(panels) + 0.2, 2.3)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
@@ -120,7 +120,7 @@ def inexact_table(rows: Rows, title: str) -> str:
     return f"{title}\n{tables.table(INEXACT, rows)}\n{ratio}"
 
 
-def stepsizes(panels: dict[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
+def stepsizes(panels: Mapping[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
     """One stepsize per client against one for all, one panel per data set."""
     figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.3), squeeze=False, layout="constrained")
     for panel, (name, (rows, curves)) in zip(axes[0], panels.items()):

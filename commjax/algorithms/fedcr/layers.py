@@ -16,7 +16,7 @@ from commjax.algorithms.fedp3.aggregation import Uploads
 from commjax.algorithms.fedp3.plans import Assignment, Plan
 from commjax.algorithms.fedp3.submodels import Pruning
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Key, Metrics, Params, Spec, State
+from commjax.core.base import Algorithm, AxisName, Key, Metrics, Params, Spec, State
 from commjax.core.local import Sample
 
 __all__ = ["Client", "HParams", "fedcr_layers", "ledger"]
@@ -81,7 +81,7 @@ def fedcr_layers(
         return _init(network, compiled, cut, params, ids, plan=plan)
 
     def step(
-        key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         server, n = state.server, rounds.count(state.clients.id, axis_name)
         keys = rounds.keys(key, server.round, n)

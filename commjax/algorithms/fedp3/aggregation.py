@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Shaped
 from commjax.algorithms.fedp3.layers import Layers, by_leaf
 from commjax.algorithms.fedp3.plans import Assignment
 from commjax.core import rounds, tree
-from commjax.core.base import Metrics, Params
+from commjax.core.base import AxisName, Metrics, Params
 
 Loss = Callable[[Params, Any], Array]
 
@@ -114,7 +114,7 @@ def joined(
     layers: Layers,
     updates: PyTree,
     weights: Float[Array, "m l"],
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     present: Shaped[Array, "m"] | None = None,
 ) -> Params:
     """The step of the server.
@@ -164,7 +164,7 @@ class Uploads(NamedTuple):
     updates: PyTree
     trained: Bool[Array, "m l"]
     logits: Float[Array, "m l"]
-    axis_name: str | None = None
+    axis_name: AxisName = None
     present: Shaped[Array, "m"] | None = None
     members: int = 1
 

@@ -27,7 +27,7 @@ from commjax.algorithms.fedp3.local_pruning import LocalPruning
 from commjax.algorithms.fedp3.plans import Assignment, Plan
 from commjax.algorithms.fedp3.submodels import Pruning
 from commjax.core import checks, local, rounds, tree
-from commjax.core.base import Algorithm, Key, Metrics, Params, Spec, State
+from commjax.core.base import Algorithm, AxisName, Key, Metrics, Params, Spec, State
 from commjax.core.local import Sample
 
 __all__ = ["Client", "HParams", "Messages", "Method", "Server", "deployed", "fedp3", "ledger", "released"]
@@ -103,7 +103,7 @@ class Method(ClientSide):
         return State(Server(jnp.zeros((), jnp.int32), params), clients)
 
     def step(
-        self, key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: str | None = None
+        self, key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         """One round of all clients: (key of the run, hparams, state, data) -> (state, metrics)."""
         check_rows(self.sample, batch)

@@ -20,7 +20,7 @@ from commjax.algorithms.scafflix.communication import (
 )
 from commjax.algorithms.scafflix.shifts import initializer
 from commjax.core import checks, local, rounds
-from commjax.core.base import Algorithm, Key, Spec, State
+from commjax.core.base import Algorithm, AxisName, Key, Spec, State
 from commjax.core.local import Over, Sample, ValueAndGrad
 
 
@@ -128,7 +128,7 @@ def scafflix(
     rounds.check_cohort(cohort)
 
     def step(
-        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         server, run = state.server, Run(value_and_grad, sample, hparams, keys_of(key))
         members = rounds.cohort(run.cohort_key(server.communications), state.clients.id, cohort, axis_name)
@@ -177,7 +177,7 @@ def iterations(
     rounds.check_cohort(cohort)
 
     def step(
-        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: str | None = None
+        key: Key, hparams: HParams, state: State, batch: PyTree, *, axis_name: AxisName = None
     ) -> tuple[State, Metrics]:
         server, run = state.server, Run(value_and_grad, sample, hparams, keys_of(key))
         n = rounds.count(state.clients.id, axis_name)

@@ -14,7 +14,7 @@ import numpy as np
 
 from commjax.pruning import regrow, scores, statistics
 from commjax.pruning.recipe import Recipe, choose
-from experiments.scorecard.claims import Claim
+from experiments.scorecard.claims import Claim, Verdict
 from experiments.symwanda import commands as experiment
 
 METHOD = "SymWanda"
@@ -49,7 +49,7 @@ def rankings() -> tuple[dict[str, dict], float]:
     return perplexities({name: Recipe(0.5, score=experiment.SCORES[name]) for name in names})
 
 
-def verdict(holds: bool) -> tuple[str, str]:
+def verdict(holds: bool) -> tuple[Verdict, str]:
     """Return the verdict of a claim, and the erratum if it does not hold."""
     return ("reproduced", "") if holds else ("differs", "W17")
 

@@ -1,6 +1,6 @@
 """FedOpt: the mean of local steps is a pseudo-gradient for an optimizer of the server (FedAdam, FedAdagrad)."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ def _adaptive(
 
         return jax.tree.map(move, first, second), _Moments(count, first, second)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, cast(Any, update))
 
 
 def fed_adam(
