@@ -139,10 +139,10 @@ def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statis
     ['fc1/kernel', 'ffc/kernel']
     """
 
-    def found(params: Any) -> dict[str, Statistics]:
-        seen = {}
+    def measured(params: Any) -> dict[str, Statistics]:
+        seen: dict[str, Statistics] = {}
 
-        def look(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        def look(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
             out = call(*args, **kwargs)
             if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Conv):
                 x = args[0]
@@ -160,4 +160,4 @@ def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statis
             module.apply({"params": params}, jnp.asarray(held))
         return seen
 
-    return found
+    return measured

@@ -50,13 +50,13 @@ def modules(settings: Any) -> Modules:
 
 
 @cache
-def network(made: Modules) -> fedcr.Network:
+def network(parts: Modules) -> fedcr.Network:
     """Return the functions that FedCR needs, for 10 classes."""
 
     def head(params: Any, z: Any) -> Any:
-        return made.head.apply({"params": params}, z)
+        return parts.head.apply({"params": params}, z)
 
-    return fedcr.Network(lambda p, x: fedcr.gaussian(made.body.apply({"params": p}, x)), head, 10, made.z)
+    return fedcr.Network(lambda p, x: fedcr.gaussian(parts.body.apply({"params": p}, x)), head, 10, parts.z)
 
 
 @cache
@@ -64,27 +64,26 @@ def _starter(module: nn.Module) -> Any:
     return jax.jit(module.init)
 
 
-def start(made: Modules, key: Any, images: Any) -> dict[str, Any]:
+def start(modules: Modules, key: Any, images: Any) -> dict[str, Any]:
     """Initialize the parameters of the body and of the head.
 
     Args:
-        made: The modules.
+        modules: The modules.
         key: Random key.
         images: One image [1, ...], for the shapes.
     """
     keys = jax.random.split(key)
-    features = jnp.ones((1, made.z), jnp.float32)
-    parts = {"body": (made.body, keys[0], images), "head": (made.head, keys[1], features)}
+    features = jnp.ones((1, modules.z), jnp.float32)
+    parts = {"body": (modules.body, keys[0], images), "head": (modules.head, keys[1], features)}
     return {name: _starter(module)(key, x)["params"] for name, (module, key, x) in parts.items()}
 
 
 def layers(settings: Any, task: Any) -> Layers:
     """Return the layers of the body, with the head as the final layer."""
-    made = modules(settings)
-    shapes = jax.eval_shape(made.body.init, jax.random.key(0), task.train.inputs[0, :1])["params"]
-    found = (resnet if settings.model == "resnet" else layered).layers(shapes)
+    shapes = jax.eval_shape(modules(settings).body.init, jax.random.key(0), task.train.inputs[0, :1])["params"]
+    body = (resnet if settings.model == "resnet" else layered).layers(shapes)
     # The head has two leaves: a kernel and a bias.
-    return Layers((*found.names, "head"), (*found.of, *[len(found.names)] * 2))
+    return Layers((*body.names, "head"), (*body.of, *[len(body.names)] * 2))
 
 
 def expected_bits(plan: Plan, chances: list[float], settings: Any, params: Any) -> dict[str, float]:
@@ -100,17 +99,17 @@ def expected_bits(plan: Plan, chances: list[float], settings: Any, params: Any) 
     return {way: float(np.dot(chances, bits[way])) for way in ("up", "down")}
 
 
-def deployed(hparams, server, client):
+def deployed(hparams: Any, server: Any, client: Any) -> Any:
     """Return what a client deploys; the arguments are those that `experiments.scafflix.networks.accuracy` passes."""
     return fedcr.deployed(server, client)
 
 
 @cache
-def judge(made: Modules) -> networks.Classification:
+def judge(parts: Modules) -> networks.Classification:
     """Return the problem that scores the network as its clients use it: the head on the mean features."""
-    both = network(made)
+    both = network(parts)
 
-    def sums(params, examples):
+    def sums(params: Any, examples: Any) -> tuple[Any, Any]:
         scores = both.head(params["head"], both.body(params["body"], examples.inputs).mean)
         real = examples.weights > 0
         right = real & (jnp.argmax(scores, axis=-1).astype(examples.targets.dtype) == examples.targets)

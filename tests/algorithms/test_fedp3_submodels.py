@@ -150,5 +150,8 @@ def test_the_smallest_ratio_can_be_the_keep_ratio():
         np.testing.assert_array_equal(local_pruning._grid(ours, plan), local_pruning._grid(theirs, plan))
         numbers = local_pruning.low_numbers(ours, plan, plan)
         assert numbers.tolist() == local_pruning.low_numbers(theirs, plan, plan).tolist() == [0, 2, 0, 1]
+
+
+def test_another_word_than_keep_is_refused():
     with pytest.raises(ValueError, match="low='least'; allowed: 'keep', or numbers"):
-        submodels.uniform("least")  # pyright: ignore[reportArgumentType]
+        local_pruning._checked(submodels.fixed()._replace(low="least"))
