@@ -86,7 +86,7 @@ def _commands() -> Any:
             for name, (options, _) in METHODS.items()
         ),
     )
-    prune = Annotated[methods, subcommand("prune", description=_PRUNE)]
+    prune: Any = Annotated[methods, subcommand("prune", description=_PRUNE)]
     return prune | Annotated[Perplexity, subcommand("perplexity", description=_PERPLEXITY)]
 
 
