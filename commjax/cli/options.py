@@ -6,7 +6,7 @@ to `METHODS`.
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from commjax.pruning import regrow as regrowing
 from commjax.pruning import scores
@@ -15,23 +15,28 @@ from commjax.pruning.recipe import Choice, choose
 from commjax.pruning.regrow import Regularizer
 from commjax.pruning.scores import Axis
 
-
-def _no_hint(*name: str, **hints: Any) -> Any:
-    """Without the extra `cli` there is a help text and nothing else, so no hints for tyro are needed."""
-
-
 try:
-    from tyro.conf import OmitArgPrefixes, arg, subcommand
-except ImportError:
-    OmitArgPrefixes, arg, subcommand = cast(Any, None), cast(Any, _no_hint), cast(Any, _no_hint)
+    from tyro import conf
+except ImportError:  # without the extra `cli` there is a help text and nothing else, so no hints are needed
+    conf = None
+
+
+def _arg(**hints: Any) -> object:
+    """A hint to tyro on how an option is shown."""
+    return conf and conf.arg(**hints)
+
+
+def _subcommand(name: str) -> object:
+    """A hint to tyro on the name of a sub-command."""
+    return conf and conf.subcommand(name)
 
 
 # Options whose default is no value of theirs, with what the help text says instead of "None".
-Window = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the model's longest, at most 2048)")]
+Window = Annotated[int | None, _arg(metavar="INT", help_behavior_hint="(default: the model's longest, at most 2048)")]
 Tokenizer = Annotated[
-    Path | None, arg(metavar="FILE", help_behavior_hint="(default: tok<size>.bin or tokenizer.bin beside it)")
+    Path | None, _arg(metavar="FILE", help_behavior_hint="(default: tok<size>.bin or tokenizer.bin beside it)")
 ]
-SameSign = Annotated[bool | None, arg(help_behavior_hint="(default: True with a pattern, else False)")]
+SameSign = Annotated[bool | None, _arg(help_behavior_hint="(default: True with a pattern, else False)")]
 JoinName = Literal["relative", "relative_to_sum", "plain", "harmonic", "root"]
 
 
@@ -99,7 +104,7 @@ class Ria:
 
     alpha: float = 0.5
     p: float = 1.0
-    axes: Annotated[tuple[Axis, ...], arg(metavar="{in,out} ...")] = ("in", "out")
+    axes: Annotated[tuple[Axis, ...], _arg(metavar="{in,out} ...")] = ("in", "out")
     join: JoinName = "relative"
 
 
@@ -196,9 +201,9 @@ REGROW = {
     "r2dsnot": (R2Dsnot, regrowing.r2_dsnot),
 }
 Regrow = (
-    Annotated[NoRegrow, subcommand("none")]
-    | Annotated[Dsnot, subcommand("dsnot")]
-    | Annotated[R2Dsnot, subcommand("r2dsnot")]
+    Annotated[NoRegrow, _subcommand("none")]
+    | Annotated[Dsnot, _subcommand("dsnot")]
+    | Annotated[R2Dsnot, _subcommand("r2dsnot")]
 )
 Method = TypeVar("Method")
 
@@ -228,15 +233,15 @@ class Prune(Generic[Method]):
         regrow: Swap weights back after pruning.
     """
 
-    method: Annotated[Method, OmitArgPrefixes]
-    model: Annotated[Path, arg(metavar="DIR")]
-    calibration: Annotated[Path, arg(metavar="FILE")]
-    out: Annotated[Path, arg(metavar="DIR")]
-    sparsity: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.5)")] = None
-    pattern: Annotated[str | None, arg(metavar="N:M", help_behavior_hint="(default: none)")] = None
+    method: Annotated[Method, conf and conf.OmitArgPrefixes]
+    model: Annotated[Path, _arg(metavar="DIR")]
+    calibration: Annotated[Path, _arg(metavar="FILE")]
+    out: Annotated[Path, _arg(metavar="DIR")]
+    sparsity: Annotated[float | None, _arg(metavar="FLOAT", help_behavior_hint="(default: 0.5)")] = None
+    pattern: Annotated[str | None, _arg(metavar="N:M", help_behavior_hint="(default: none)")] = None
     group: Group = "output"
-    spread: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: no OWL)")] = None
-    outlier_multiple: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 5.0)")] = None
+    spread: Annotated[float | None, _arg(metavar="FLOAT", help_behavior_hint="(default: no OWL)")] = None
+    outlier_multiple: Annotated[float | None, _arg(metavar="FLOAT", help_behavior_hint="(default: 5.0)")] = None
     samples: int = 128
     window: Window = None
     seed: int = 0
@@ -260,8 +265,8 @@ class Perplexity:
         tokenizer: Tokenizer of a .bin model.
     """
 
-    model: Annotated[Path, arg(metavar="DIR")]
-    text: Annotated[Path, arg(metavar="FILE")]
+    model: Annotated[Path, _arg(metavar="DIR")]
+    text: Annotated[Path, _arg(metavar="FILE")]
     window: Window = None
     batch_size: int = 8
     tokenizer: Tokenizer = None

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,12 +10,14 @@ from commjax.cli import main
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"Line {i} of a text that nobody has to read, {i * i} words long.\n" for i in range(60))
-OPTIONS = {"model": "model", "calibration": "text.txt", "out": "out", "samples": 4, "window": 16, "batch-size": 2}
+OPTIONS = {"model": "model", "calibration": "text.txt", "out": "out", "samples": 4, "window": 16, "batch_size": 2}
 
 
-def prune(line: str = "ria", regrow: str = "", **changes) -> list[str]:
+def prune(line: str = "ria", regrow: str = "", **changes: Any) -> list[str]:
     """Words of `commjax prune`: the method with its options, the options that all have, and the swaps."""
-    flags = [word for name, value in (OPTIONS | changes).items() for word in (f"--{name}", str(value))]
+    flags = [
+        word for name, value in (OPTIONS | changes).items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return ["prune", *line.split(), *flags, *regrow.split()]
 
 

@@ -3,11 +3,13 @@
 import inspect
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from commjax.cli import options
 from commjax.cli.commands import recipe_of
+from commjax.cli.options import Prune
 from commjax.cli.parse import parse
 from commjax.pruning import regrow, scores
 from commjax.pruning.recipe import Recipe, choose, describe
@@ -50,7 +52,9 @@ REGROW = {
 
 def described(*words, **changes):
     """The recipe of a command line, as the manifest records it."""
-    return describe(recipe_of(parse(prune(*words, **changes))))
+    options = parse(prune(*words, **changes))
+    assert isinstance(options, Prune)
+    return describe(recipe_of(options))
 
 
 @pytest.mark.parametrize("line", SCORES)
@@ -67,7 +71,7 @@ def test_every_option_that_all_methods_have_reaches_the_recipe():
     wanted = Recipe(pattern=(2, 4), regrow=choose(regrow.r2_dsnot), regrow_layers=("",), seed=5)
     assert described("ria", "regrow:r2dsnot --regrow.mlp", pattern="2:4", seed=5) == describe(wanted)
     wanted = Recipe(0.3, group="layer", spread=0.05, outlier_multiple=7.0)
-    assert described(sparsity=0.3, group="layer", spread=0.05, **{"outlier-multiple": 7}) == describe(wanted)
+    assert described(sparsity=0.3, group="layer", spread=0.05, outlier_multiple=7) == describe(wanted)
 
 
 @pytest.mark.parametrize("kind, function", [*options.METHODS.values(), *options.REGROW.values()])
@@ -76,7 +80,7 @@ def test_the_options_are_those_of_the_function_with_its_defaults(kind, function)
     # `sampling` is stochria; the recipe has the others.
     elsewhere = {"W", "mask", "stats", "pattern", "prune", "sampling"}
     wanted = {name: parameter.default for name, parameter in parameters.items() if name not in elsewhere}
-    defaults = {field.name: field.default for field in fields(kind) if field.name != "mlp"}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(kind) if field.name != "mlp"}
     if "join" in defaults:
         defaults["join"] = getattr(scores, defaults["join"])
     assert defaults == wanted
