@@ -30,7 +30,7 @@ ALWAYS_ALLOWED = 2**26  # bytes
 class _Counted(io.RawIOBase):
     """A reader that raises a ValueError after more than `most` bytes."""
 
-    def __init__(self, file: Any, path: str | os.PathLike, most: int, allowed: str):
+    def __init__(self, file: Any, path: str | os.PathLike, most: int, allowed: str) -> None:
         self._file, self._path, self._most, self._allowed, self._given = file, path, most, allowed, 0
 
     def readable(self) -> bool:

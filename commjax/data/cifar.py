@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,14 @@ def _array(file: Any, path: str | os.PathLike) -> np.ndarray:
 
 
 def _part(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    found = [sorted(folder.glob(f"*{part}*_{axis}.npy*")) for axis in "xy"]
-    for axis, files in zip("xy", found):
+    files_of = [sorted(folder.glob(f"*{part}*_{axis}.npy*")) for axis in "xy"]
+    for axis, files in zip("xy", files_of):
         if len(files) != 1:
             names = [file.name for file in files]
             raise FileNotFoundError(
                 f"{folder} has {names} for *{part}*_{axis}.npy or .npy.xz; allowed: exactly one file"
             )
-    return _checked(folder, part, *(read(files[0]) for files in found))
+    return _checked(folder, part, *(read(files[0]) for files in files_of))
 
 
 def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +71,7 @@ def _checked(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) ->
     return images.astype(np.float32) / np.float32(255), labels.astype(np.int32)
 
 
-def _decoder():
+def _decoder() -> Callable[[io.BytesIO], Any] | None:
     """Pillow's `Image.open`, or None if Pillow (which matplotlib installs) is missing."""
     try:
         from PIL import Image
@@ -106,7 +107,7 @@ def read_jpeg(path: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
     if len(ends) != len(labels) + 1:
         raise ValueError(f"{path}: {len(ends)} offsets for {len(labels)} labels; allowed: one more")
     pictures = [header + body[start:end] for start, end in itertools.pairwise(ends)]
-    return np.stack([np.asarray(decode(io.BytesIO(one)).convert("RGB")) for one in pictures]), labels
+    return np.stack([np.asarray(decode(io.BytesIO(picture)).convert("RGB")) for picture in pictures]), labels
 
 
 def load(folder: str | os.PathLike | None = None, *, jpeg: bool | None = None) -> Images:

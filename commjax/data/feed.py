@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-class Cohort(NamedTuple):
+class ClientRows(NamedTuple):
     """The rows of m clients, padded to the same length.
 
     Attributes:
@@ -26,12 +26,12 @@ class Feed(NamedTuple):
         ids: The names of the clients. The number of a client is its position in `ids`.
         length: The number of rows of every client in a cohort, including padding. It is the same for all cohorts, so a
             program is compiled once.
-        fetch: Function of client numbers [m] that reads the rows of these clients only and returns a Cohort.
+        fetch: Function of client numbers [m] that reads the rows of these clients only and returns their ClientRows.
     """
 
     ids: tuple[Any, ...]
     length: int
-    fetch: Callable[[np.ndarray], Cohort]
+    fetch: Callable[[np.ndarray], ClientRows]
 
 
 def numbers(feed: Feed, ids: Sequence[Any]) -> Int[np.ndarray, "m"]:
@@ -48,10 +48,10 @@ def numbers(feed: Feed, ids: Sequence[Any]) -> Int[np.ndarray, "m"]:
     [1]
     """
     places = {name: place for place, name in enumerate(feed.ids)}
-    for one in ids:
-        if one not in places:
-            raise ValueError(f"ids: {one!r} is in no feed of these {len(feed.ids)} clients, such as {feed.ids[:3]}")
-    return np.array([places[one] for one in ids], np.int32)
+    for name in ids:
+        if name not in places:
+            raise ValueError(f"ids: {name!r} is in no feed of these {len(feed.ids)} clients, such as {feed.ids[:3]}")
+    return np.array([places[name] for name in ids], np.int32)
 
 
 def make(
@@ -80,17 +80,19 @@ def make(
         raise ValueError(f"rows must be at least 1 (or None for all), got {rows}")
     length = max(sizes) if rows is None else min(rows, max(sizes))
 
-    def fetch(numbers: np.ndarray) -> Cohort:
+    def fetch(numbers: np.ndarray) -> ClientRows:
         if len(numbers) == 0:
             raise ValueError("numbers: the cohort is empty; allowed: at least one client")
-        outside = [int(one) for one in np.asarray(numbers) if not 0 <= one < len(ids)]
+        outside = [int(number) for number in np.asarray(numbers) if not 0 <= number < len(ids)]
         if outside:
             raise ValueError(f"numbers: {outside[0]} is in no feed of {len(ids)} clients, from 0 to {len(ids) - 1}")
-        found = [read(int(one), length) for one in numbers]
-        sizes = np.array([len(next(iter(one.values()))) for one in found])
+        clients = [read(int(number), length) for number in numbers]
+        sizes = np.array([len(next(iter(client.values()))) for client in clients])
         place = np.arange(length)
         index = np.where(place < sizes[:, None], place, 0)
-        stacked = {name: np.stack([np.asarray(one[name])[at] for one, at in zip(found, index)]) for name in found[0]}
-        return Cohort(stacked, np.where(place < sizes[:, None], 1 / sizes[:, None], 0.0))
+        stacked = {
+            name: np.stack([np.asarray(client[name])[at] for client, at in zip(clients, index)]) for name in clients[0]
+        }
+        return ClientRows(stacked, np.where(place < sizes[:, None], 1 / sizes[:, None], 0.0))
 
     return Feed(tuple(ids), length, fetch)

@@ -1,11 +1,13 @@
 """Partition the rows of a data set among clients."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Integer, Shaped
+
+from commjax.data.dealing import deal, proportional_sizes, redraw
 
 Rows = Sequence[Integer[np.ndarray, "_"]]
 
@@ -58,21 +60,6 @@ def blocks(
     return [np.concatenate(pieces[start : start + overlap]) for start in starts]
 
 
-def _sizes(total: int, shares: np.ndarray) -> np.ndarray:
-    """Whole numbers in proportion to ``shares`` that sum to ``total``: the largest remainders are rounded up."""
-    exact = total * shares / shares.sum()
-    sizes = np.floor(exact).astype(int)
-    largest = np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]
-    sizes[largest] += 1
-    return sizes
-
-
-def _deal(ids: np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-    """The first sizes[0] ids, the next sizes[1] ids, and so on. Ids beyond the sum of the sizes are dropped."""
-    ends = np.cumsum(sizes)
-    return [ids[end - size : end] for end, size in zip(ends, sizes)]
-
-
 def label_wise(
     labels: Shaped[np.ndarray, "N"], n: int, *, seed: int | None = None, equal_sizes: bool = False
 ) -> list[np.ndarray]:
@@ -100,9 +87,9 @@ def label_wise(
     >>> [ids.tolist() for ids in label_wise(np.array([-1, 1, 1, -1, 1, -1]), 2, equal_sizes=True)]
     [[1, 0], [2, 4]]
     """
-    found = np.unique(labels).tolist()
-    if not (set(found) <= {-1, 1} or set(found) <= {0, 1}):
-        raise ValueError(f"labels are {found[:5]}; allowed: -1 and +1, or 0 and 1")
+    classes = np.unique(labels).tolist()
+    if not (set(classes) <= {-1, 1} or set(classes) <= {0, 1}):
+        raise ValueError(f"labels are {classes[:5]}; allowed: -1 and +1, or 0 and 1")
     if not 2 <= n <= len(labels):
         raise ValueError(f"n={n} clients for {len(labels)} labels; allowed: 2 <= n <= number of labels")
     ids = np.arange(len(labels)) if seed is None else np.random.default_rng(seed).permutation(len(labels))
@@ -119,13 +106,16 @@ def label_wise(
         empty = np.zeros(n, int)
         num_positive, num_negative = next(fits, (empty, empty))
     else:
-        num_positive, num_negative = _sizes(len(positive), ratio), _sizes(len(negative), n - ratio)
+        num_positive, num_negative = (
+            proportional_sizes(len(positive), ratio),
+            proportional_sizes(len(negative), n - ratio),
+        )
     for i in np.flatnonzero(num_positive + num_negative == 0)[:1]:
         raise ValueError(
             f"label_wise: client {i} of n={n} would be empty with {len(positive)} positive and "
             f"{len(negative)} negative rows; allowed: fewer clients, or more rows of both labels"
         )
-    parts = zip(_deal(positive, num_positive), _deal(negative, num_negative))
+    parts = zip(deal(positive, num_positive), deal(negative, num_negative))
     return [np.concatenate(part) for part in parts]
 
 
@@ -160,26 +150,10 @@ def feature_wise(features: Float[np.ndarray, "N d"], n: int, *, seed: int = 0) -
         # The warning says that there are fewer distinct points than clusters, which is refused below.
         warnings.simplefilter("ignore", ConvergenceWarning)
         clusters = KMeans(n, n_init=1, random_state=seed).fit_predict(features)  # pyright: ignore[reportArgumentType]
-    found, rows = by_group(clusters)
-    if len(found) < n:
-        raise ValueError(f"k-means found {len(found)} non-empty clusters for n={n}; allowed: n <= distinct rows")
+    names, rows = by_group(clusters)
+    if len(names) < n:
+        raise ValueError(f"k-means found {len(names)} non-empty clusters for n={n}; allowed: n <= distinct rows")
     return sorted(rows, key=lambda ids: ids[0])
-
-
-def _redrawn(draw: Callable[[], list[np.ndarray]], n: int, concentration: float, minimum: int, tries: int):
-    """The first of at most ``tries`` draws in which every client has at least ``minimum`` rows."""
-    if n < 1 or tries < 1 or minimum < 1:
-        raise ValueError(f"n={n}, tries={tries}, minimum={minimum}; allowed: at least 1 each")
-    if not (np.isfinite(concentration) and concentration > 0):
-        raise ValueError(f"concentration={concentration}; allowed: finite and > 0")
-    for _ in range(tries):
-        rows = draw()
-        if min(map(len, rows)) >= minimum:
-            return rows
-    raise ValueError(
-        f"a client had fewer than minimum={minimum} rows in each of tries={tries} Dirichlet draws with "
-        f"concentration={concentration} for n={n} clients; allowed: what a draw can give"
-    )
 
 
 def quantity_wise(
@@ -209,10 +183,10 @@ def quantity_wise(
     rng = np.random.default_rng(seed)
 
     def draw() -> list[np.ndarray]:
-        sizes = _sizes(num_rows, rng.dirichlet(np.full(n, concentration)))
-        return _deal(rng.permutation(num_rows), sizes)
+        sizes = proportional_sizes(num_rows, rng.dirichlet(np.full(n, concentration)))
+        return deal(rng.permutation(num_rows), sizes)
 
-    return _redrawn(draw, n, concentration, minimum, tries)
+    return redraw(draw, n, concentration, minimum, tries)
 
 
 def label_dirichlet(
@@ -252,10 +226,10 @@ def label_dirichlet(
 
     def draw() -> list[np.ndarray]:
         shares = [rng.dirichlet(np.full(n, concentration)) for _ in classes]
-        dealt = [_deal(rng.permutation(ids), _sizes(len(ids), share)) for ids, share in zip(classes, shares)]
+        dealt = [deal(rng.permutation(ids), proportional_sizes(len(ids), share)) for ids, share in zip(classes, shares)]
         return [np.concatenate(parts) for parts in zip(*dealt)]
 
-    return _redrawn(draw, n, concentration, minimum, tries)
+    return redraw(draw, n, concentration, minimum, tries)
 
 
 def class_wise(labels: Shaped[np.ndarray, "N"], n: int, classes_per_client: int, *, seed: int = 0) -> list[np.ndarray]:
@@ -317,7 +291,7 @@ def by_group(groups: Shaped[np.ndarray, "N"] | Sequence[Any]) -> tuple[np.ndarra
     (['a', 'b'], [[1], [0, 2]])
     """
     names, group, sizes = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
-    return names, _deal(np.argsort(group, kind="stable"), sizes)
+    return names, deal(np.argsort(group, kind="stable"), sizes)
 
 
 def holdout(rows: Rows, fraction: float, *, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -56,15 +56,15 @@ def speeches(text: str) -> list[tuple[str, str]]:
     >>> speeches("First Citizen:\\nSpeak:\\nspeak.\\n\\nAll:\\nResolved.\\n")
     [('First Citizen', 'Speak:\\nspeak.'), ('All', 'Resolved.')]
     """
-    found = []
+    pairs = []
     for block in re.split(r"\n[ \t]*\n\s*", text.replace("\r\n", "\n").strip()):
         opening, _, speech = block.partition("\n")
         name = _OPENING.fullmatch(opening)
         if name is None:
             raise ValueError(f"text: a block begins with {opening[:60]!r}; allowed: a line 'NAME:', then the speech")
         if speech.strip():
-            found.append((" ".join(name[1].split()), speech))
-    return found
+            pairs.append((" ".join(name[1].split()), speech))
+    return pairs
 
 
 def encode(text: str, vocabulary: str) -> Int32[np.ndarray, "N"]:

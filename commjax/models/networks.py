@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from commjax.core import tree
 from commjax.core.base import Key
@@ -76,7 +76,25 @@ def _flat(x: Shaped[Array, "b ..."], dtype: DTypeLike) -> Float[Array, "b d"]:
     return x.reshape(x.shape[0], -1).astype(dtype)
 
 
-class FedjaxCnn(nn.Module):
+class _EmnistCnn(nn.Module):
+    """What the two models of EMNIST share: their attributes, two convolutions with pooling, two dense layers."""
+
+    classes: int = 62
+    patches: bool = False
+    dtype: DTypeLike = jnp.float32
+
+    def _convolved(self, x: Shaped[Array, "b h w c"], size: int) -> Float[Array, "b i j f"]:
+        """Apply two convolutions of 32 and 64 channels, and pooling."""
+        x = x.astype(self.dtype)
+        for features in (32, 64):
+            x = nn.relu(Conv(features, size, patches=self.patches, dtype=self.dtype)(x))
+        return _pool(x)
+
+    def _dense(self, features: int) -> nn.Dense:
+        return nn.Dense(features, dtype=self.dtype, param_dtype=self.dtype)
+
+
+class FedjaxCnn(_EmnistCnn):
     """FedJAX's EMNIST model: two 3 x 3 convolutions, 1,206,590 parameters on 28 x 28 images.
 
     Dropout is active only if ``apply`` gets an rng named "dropout".
@@ -91,26 +109,19 @@ class FedjaxCnn(nn.Module):
     1206590
     """
 
-    classes: int = 62
-    patches: bool = False
-    dtype: DTypeLike = jnp.float32
-
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
         """Apply the module."""
 
-        def dropout(rate: float):
+        def dropout(rate: float) -> nn.Dropout:
             return nn.Dropout(rate, deterministic=not self.has_rng("dropout"))
 
-        x = x.astype(self.dtype)
-        x = nn.relu(Conv(32, 3, patches=self.patches, dtype=self.dtype)(x))
-        x = nn.relu(Conv(64, 3, patches=self.patches, dtype=self.dtype)(x))
-        x = _flat(dropout(0.25)(_pool(x)), self.dtype)
-        x = nn.relu(nn.Dense(128, dtype=self.dtype, param_dtype=self.dtype)(x))
-        return nn.Dense(self.classes, dtype=self.dtype, param_dtype=self.dtype)(dropout(0.5)(x))
+        x = _flat(dropout(0.25)(self._convolved(x, 3)), self.dtype)
+        x = nn.relu(self._dense(128)(x))
+        return self._dense(self.classes)(dropout(0.5)(x))
 
 
-class ThesisCnn(nn.Module):
+class ThesisCnn(_EmnistCnn):
     """The thesis's FEMNIST model: two 5 x 5 convolutions, 879,422 parameters on 28 x 28 images, no dropout.
 
     Thesis: Sec. D.5.1, Table D.4.
@@ -126,18 +137,11 @@ class ThesisCnn(nn.Module):
     879422
     """
 
-    classes: int = 62
-    patches: bool = False
-    dtype: DTypeLike = jnp.float32
-
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
         """Apply the module."""
-        x = x.astype(self.dtype)
-        x = nn.relu(Conv(32, 5, patches=self.patches, dtype=self.dtype)(x))
-        x = nn.relu(Conv(64, 5, patches=self.patches, dtype=self.dtype)(x))
-        x = nn.relu(nn.Dense(128, dtype=self.dtype, param_dtype=self.dtype)(_flat(_pool(x), self.dtype)))
-        return nn.Dense(self.classes, dtype=self.dtype, param_dtype=self.dtype)(x)
+        x = nn.relu(self._dense(128)(_flat(self._convolved(x, 5), self.dtype)))
+        return self._dense(self.classes)(x)
 
 
 class SmallCnn(nn.Module):
@@ -246,7 +250,7 @@ class Classification(NamedTuple):
     accuracy_sums: Callable[[PyTree, Examples], tuple[Int[Array, ""], Int[Array, ""]]]
 
 
-def _kept(targets: Int[Array, "b ..."], weights: Float[Array, "b"]):
+def _kept(targets: Int[Array, "b ..."], weights: Float[Array, "b"]) -> Bool[Array, "b ..."]:
     """True where a target counts: the row is not padding and, in a sequence, the target is not the padding id 0."""
     rows = jnp.broadcast_to(jax.lax.expand_dims(weights > 0, range(1, targets.ndim)), targets.shape)
     return rows & (targets > 0) if targets.ndim > 1 else rows
@@ -282,14 +286,14 @@ def classification(module: nn.Module) -> Classification:
 
     def scores(params: PyTree, examples: Examples, key: Key | None = None) -> Float[Array, "b ... classes"]:
         inputs = jax.tree.map(jnp.asarray, examples.inputs)
-        found = module.apply({"params": params}, inputs, rngs=None if key is None else {"dropout": key})
-        assert isinstance(found, jax.Array)
-        if found.shape[:-1] != examples.targets.shape:
+        outputs = module.apply({"params": params}, inputs, rngs=None if key is None else {"dropout": key})
+        assert isinstance(outputs, jax.Array)
+        if outputs.shape[:-1] != examples.targets.shape:
             raise ValueError(
-                f"{type(module).__name__} gives outputs of shape {found.shape} for targets of shape "
+                f"{type(module).__name__} gives outputs of shape {outputs.shape} for targets of shape "
                 f"{examples.targets.shape}; allowed: the shape of the targets and one more axis"
             )
-        return found
+        return outputs
 
     def loss(params: PyTree, examples: Examples, key: Key | None = None) -> Float[Array, ""]:
         entropy = optax.softmax_cross_entropy_with_integer_labels(scores(params, examples, key), examples.targets)

@@ -52,10 +52,15 @@ class ResNet18(nn.Module):
         """Apply the module."""
 
         def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
-            how: dict[str, Any] = {"patches": self.patches, "stride": stride, "use_bias": False, "dtype": self.dtype}
-            made = Conv(width, size, "SAME", name=f"{name}_conv", **how)(x)
+            options: dict[str, Any] = {
+                "patches": self.patches,
+                "stride": stride,
+                "use_bias": False,
+                "dtype": self.dtype,
+            }
+            convolved = Conv(width, size, "SAME", name=f"{name}_conv", **options)(x)
             norm: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}
-            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(made)
+            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(convolved)
 
         x = nn.relu(conv(x.astype(self.dtype), "input", self.width))
         for block in BLOCKS:
@@ -118,12 +123,12 @@ def left_out(name: str) -> list[list[str]]:
     Returns:
         The sets, each a list of names of layers.
     """
-    halves = {block: [block_layers(block, (1, 2)), block_layers(block, (3, 4))] for block in (2, 3)}
+    pairs = {block: [block_layers(block, (1, 2)), block_layers(block, (3, 4))] for block in (2, 3)}
     sets = {
         "Full": [[]],
         "-B2-B3 (full)": [block_layers(2), block_layers(3)],
-        "-B2 (part)": halves[2],
-        "-B3 (part)": halves[3],
+        "-B2 (part)": pairs[2],
+        "-B3 (part)": pairs[3],
     }
     if name not in sets:
         raise ValueError(f"name={name!r}; allowed: {', '.join(map(repr, sets))}")

@@ -13,7 +13,7 @@ import numpy as np
 from commjax.theory.ldp_fedp3 import check_relation, check_target
 
 
-class Certificate(NamedTuple):
+class Guarantee(NamedTuple):
     """A privacy guarantee: `rounds` sampled Gaussian mechanisms are (epsilon, delta)-DP for each client's rows.
 
     Holds if: noise is drawn in real numbers from a source that only the client knows; the denominator is public, which
@@ -122,7 +122,7 @@ def overflow(capacity: int | None, rows: int, rate: float, rounds: int) -> float
     return float(min(1.0, rounds * binom.sf(capacity, rows, rate)))
 
 
-def certify(
+def guarantee(
     noise: float,
     rate: float,
     rounds: int,
@@ -132,7 +132,7 @@ def certify(
     relation: str = "replace-one",
     capacity: int | None = None,
     rows: int | None = None,
-) -> Certificate:
+) -> Guarantee:
     """Compute the epsilon that an accountant guarantees for given noise and delta.
 
     With `capacity` of `rows`, delta includes (1 + e^epsilon) times the probability that rows are dropped.  This
@@ -150,11 +150,11 @@ def certify(
         rows: number of rows of the client; required with `capacity`.
 
     Returns:
-        The certificate.  Its epsilon is infinite without noise, or if `capacity` drops rows too often.
+        The guarantee.  Its epsilon is infinite without noise, or if `capacity` drops rows too often.
 
-    >>> round(certify(12.0, 1.0, 100, 1e-5).epsilon, 2)
+    >>> round(guarantee(12.0, 1.0, 100, 1e-5).epsilon, 2)
     8.0
-    >>> round(certify(12.0, 1.0, 100, 1e-5, relation="add-remove").epsilon, 2)
+    >>> round(guarantee(12.0, 1.0, 100, 1e-5, relation="add-remove").epsilon, 2)
     3.55
     """
     check_target(1.0, delta)
@@ -175,7 +175,7 @@ def certify(
     epsilon = math.inf if noise == 0 else _accounted(noise, rate, rounds, share, accountant, relation)
     if lost > 0 and not (epsilon < 700 and (1 + math.exp(epsilon)) * lost <= delta - share):
         epsilon = math.inf
-    return Certificate(epsilon, delta, noise, rate, rounds, accountant, relation, capacity)
+    return Guarantee(epsilon, delta, noise, rate, rounds, accountant, relation, capacity)
 
 
 @cache
@@ -190,31 +190,31 @@ def calibrate(
     capacity: int | None = None,
     rows: int | None = None,
     tolerance: float = 1e-3,
-) -> Certificate:
-    """Find the smallest noise multiplier whose certificate is at most (epsilon, delta).
+) -> Guarantee:
+    """Find the smallest noise multiplier whose guarantee is at most (epsilon, delta).
 
     Args:
         epsilon: the target epsilon.
         delta: the target delta.
         rate: q, the probability of each row in a round.
         rounds: K, the number of rounds.
-        accountant: see `certify`.
-        relation: see `certify`.
-        capacity: see `certify`.
-        rows: see `certify`.
+        accountant: see `guarantee`.
+        relation: see `guarantee`.
+        capacity: see `guarantee`.
+        rows: see `guarantee`.
         tolerance: relative tolerance of the noise multiplier.
 
     Returns:
-        The certificate; its `noise` is the multiplier.
+        The guarantee; its `noise` is the multiplier.
 
-    >>> found = calibrate(8.0, 1e-5, 1.0, 100)
-    >>> found.epsilon <= 8, round(found.noise, 1)
+    >>> least = calibrate(8.0, 1e-5, 1.0, 100)
+    >>> least.epsilon <= 8, round(least.noise, 1)
     (True, 12.0)
     """
     check_target(epsilon, delta)
 
-    def at(noise: float) -> Certificate:
-        return certify(
+    def at(noise: float) -> Guarantee:
+        return guarantee(
             noise, rate, rounds, delta, accountant=accountant, relation=relation, capacity=capacity, rows=rows
         )
 
@@ -245,9 +245,9 @@ def calibrate(
             high, best = low, better
     while high > (1 + tolerance) * low:
         middle = math.sqrt(low * high)
-        found = at(middle)
-        if found.epsilon <= epsilon:
-            high, best = middle, found
+        between = at(middle)
+        if between.epsilon <= epsilon:
+            high, best = middle, between
         else:
             low = middle
     return best

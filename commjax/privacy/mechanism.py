@@ -60,9 +60,9 @@ def single(data: PyTree, row: Int[Array, ""]) -> PyTree:
     Returns:
         A pytree with leaves [1, ...].
     """
-    one = jax.tree.map(lambda leaf: leaf[row][None], data)
-    weights = _weights(one)
-    return one if weights is None else _with_weights(one, jnp.ones_like(weights))
+    alone = jax.tree.map(lambda leaf: leaf[row][None], data)
+    weights = _weights(alone)
+    return alone if weights is None else _with_weights(alone, jnp.ones_like(weights))
 
 
 def poisson(key: Key, rate: Shaped[Array, ""] | float, rows: Bool[Array, "m"]) -> Bool[Array, "m"]:
@@ -121,12 +121,12 @@ def clipped_sum(
     Returns:
         The sum, leaves [...], and the squared norms |g_j|^2 [m] before clipping.
 
-    >>> found, _ = clipped_sum(jnp.array([[3.0, 4.0], [0.1, 0.0]]), 1.0, jnp.array([True, True]))
-    >>> [round(float(x), 6) for x in found]
+    >>> total, _ = clipped_sum(jnp.array([[3.0, 4.0], [0.1, 0.0]]), 1.0, jnp.array([True, True]))
+    >>> [round(float(x), 6) for x in total]
     [0.7, 0.8]
     """
     wide = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf)), grads)
-    dtype = max((leaf.dtype for leaf in jax.tree.leaves(wide)), key=lambda one: one.itemsize)
+    dtype = max((leaf.dtype for leaf in jax.tree.leaves(wide)), key=lambda dtype: dtype.itemsize)
     parts = [jnp.sum(jnp.square(leaf.reshape(len(rows), -1)), axis=1).astype(dtype) for leaf in jax.tree.leaves(wide)]
     squared = sum(parts[1:], parts[0])
     factor = jnp.where(rows, clip_factor(squared, C), 0)
@@ -181,10 +181,10 @@ def _check_at(loss: Loss, params: Params, data: PyTree, rtol: float) -> None:
     keep = np.asarray(present(data), np.float64)
     value_and_grad = jax.value_and_grad(loss)
     together = value_and_grad(params, data)
-    apart = jax.vmap(lambda row: value_and_grad(params, single(data, row)))(jnp.arange(num_rows(data)))
-    for one, many in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
-        mean = np.tensordot(keep, np.asarray(many, np.float64), 1) / keep.sum()
-        gap = np.abs(mean - np.asarray(one, np.float64)).max()
+    by_row = jax.vmap(lambda row: value_and_grad(params, single(data, row)))(jnp.arange(num_rows(data)))
+    for whole, parts in zip(jax.tree.leaves(together), jax.tree.leaves(by_row), strict=True):
+        mean = np.tensordot(keep, np.asarray(parts, np.float64), 1) / keep.sum()
+        gap = np.abs(mean - np.asarray(whole, np.float64)).max()
         if not gap <= rtol * (1e-3 + np.abs(mean).max()):
             raise ValueError(
                 f"loss is not a mean over rows: it or its gradient differs by {gap:.2g} from the mean of those of "
@@ -201,5 +201,5 @@ def largest(data: PyTree) -> PyTree:
     Returns:
         The pytree of one client, leaves [rows, ...].
     """
-    counts = jax.vmap(lambda one: jnp.sum(present(one)))(data)
+    counts = jax.vmap(lambda client: jnp.sum(present(client)))(data)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[int(jnp.argmax(counts))]), data)

@@ -2,7 +2,7 @@
 
 A client has m rows and uses b = q m of them per round on average.  The gradient of each row is clipped to C.  There are
 K rounds and d parameters.  Gaussian noise of variance sigma^2 is added to each coordinate of the mean gradient.
-`noise_variance` is *not* a certificate, whatever its constant c: an accountant computes certificates
+`noise_variance` is *not* a guarantee, whatever its constant c: an accountant computes guarantees
 (`commjax.privacy.accounting`).
 """
 

@@ -12,8 +12,10 @@ our time is the mean over the whole grids. The compilation time is printed separ
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,9 @@ from commjax.algorithms import sppm_as
 from commjax.core import runner
 from commjax.devices.mesh import client_mesh
 from commjax.sampling import samplings
-from experiments.cohort_squeeze import grid as cohort_squeeze_grid
+from experiments.cohort_squeeze import runs as cohort_squeeze_runs
+
+Pairs = Sequence[tuple[float, int]]  # (gamma, K) of each setting
 
 
 @dataclass(frozen=True)
@@ -41,26 +45,28 @@ class Settings:
     at_once_alone: int = 30  # settings that run together on a device with all cores
 
 
-def timed(function: Callable) -> tuple[np.ndarray, float]:
+def timed(function: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
     """Return the result of the function and the seconds that it took."""
     begin = time.perf_counter()
-    found = function()
-    return found, time.perf_counter() - begin
+    result = function()
+    return result, time.perf_counter() - begin
 
 
-def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Callable[[], np.ndarray]:
+def ours(
+    problem: cohort_squeeze_runs.Problem, settings: Settings, pairs: Pairs, keys: jax.Array, dtype: Any, devices: int
+) -> Callable[[], np.ndarray]:
     """Return a function that runs the whole grid and returns x [setting, seed, d].
 
     Args:
-        problem: The problem, from `experiments.cohort_squeeze.grid`.
+        problem: The problem, from `experiments.cohort_squeeze.runs`.
         settings: Settings of the benchmark.
         pairs: The settings (gamma, K).
         keys: Random keys, one per seed.
         dtype: float64 or float32.
         devices: Number of devices.
     """
-    algorithm = cohort_squeeze_grid.sppm(
-        problem, samplings.stratified(problem.clusters), cohort_squeeze_grid.Settings()
+    algorithm = cohort_squeeze_runs.sppm(
+        problem, samplings.stratified(problem.clusters), cohort_squeeze_runs.Settings()
     )
     tolerance = 1e-9 if dtype == jnp.float64 else 1e-5  # float32 cannot get below 1e-5
     grid = runner.stack(
@@ -80,7 +86,21 @@ def ours(problem, settings: Settings, pairs, keys, dtype, devices: int) -> Calla
     return run
 
 
-def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
+def _objective(
+    z: np.ndarray, *, A: np.ndarray, w: np.ndarray, total: float, center: np.ndarray, gamma: float
+) -> tuple[float, np.ndarray]:
+    """Return value and gradient of a cohort's prox objective: rows A with weights w, and mu = 0.1 times `total`."""
+    margin, away = A @ z, z - center
+    small = np.exp(-np.abs(margin))
+    loss = w @ (np.maximum(-margin, 0) + np.log1p(small))
+    wrong = np.where(margin >= 0, small, 1) / (1 + small)
+    value = loss + total * 0.05 * (z @ z) + (away @ away) / (2 * gamma)
+    return value, -((w * wrong) @ A) + total * 0.1 * z + away / gamma
+
+
+def theirs(
+    problem: cohort_squeeze_runs.Problem, settings: Settings, pairs: Pairs, key: jax.Array
+) -> Callable[[], np.ndarray]:
     """Return a function that takes the same runs of one seed one after another, and returns x [setting, d]."""
     sampling = samplings.stratified(problem.clusters)
     signed = [problem.dataset.labels[ids, None] * problem.dataset.features[ids] for ids in problem.rows]
@@ -95,30 +115,22 @@ def theirs(problem, settings: Settings, pairs, key) -> Callable[[], np.ndarray]:
             A = np.concatenate([signed[i] for i in ids])
             w = np.concatenate([np.full(len(signed[i]), weights[i] / len(signed[i])) for i in ids])
             cohort.append((A, w, float(weights[ids].sum())))
-        found = np.empty((len(pairs), len(problem.optimum)))
+        params = np.empty((len(pairs), len(problem.optimum)))
         for h, (gamma, K) in enumerate(pairs):
             x = np.ones(len(problem.optimum))
             for A, w, total in cohort:
-
-                def objective(z, A=A, w=w, total=total, x=x, gamma=gamma):
-                    margin, away = A @ z, z - x
-                    small = np.exp(-np.abs(margin))
-                    loss = w @ (np.maximum(-margin, 0) + np.log1p(small))
-                    wrong = np.where(margin >= 0, small, 1) / (1 + small)
-                    value = loss + total * 0.05 * (z @ z) + (away @ away) / (2 * gamma)
-                    return value, -((w * wrong) @ A) + total * 0.1 * z + away / gamma
-
+                objective = partial(_objective, A=A, w=w, total=total, center=x, gamma=gamma)
                 x = minimize(objective, x, jac=True, method="BFGS", options={"maxiter": K, "gtol": 1e-9}).x
-            found[h] = x
-        return found
+            params[h] = x
+        return params
 
     return run
 
 
 def main(settings: Settings) -> None:
     """Time all sides and print the ratios."""
-    about = cohort_squeeze_grid.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
-    problem = cohort_squeeze_grid.problem(settings.dataset, about)
+    about = cohort_squeeze_runs.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
+    problem = cohort_squeeze_runs.problem(settings.dataset, about)
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     keys = jax.random.split(jax.random.key(0), settings.seeds)
     print(
@@ -138,12 +150,12 @@ def main(settings: Settings) -> None:
         scipy.append(timed(theirs(problem, settings, pairs, key)))
         for side, run in sides.items():
             seconds[side].append(timed(run)[1])
-    spent = sum(one for _, one in scipy)
+    spent = sum(duration for _, duration in scipy)
     last = [h for h, (_, K) in enumerate(pairs) if settings.most_local == K]
     print(f"  {'scipy, run after run':30s} {spent:8.2f} s   float64")
     for (dtype, devices), (params, whole) in first.items():
         mean = float(np.mean(seconds[dtype, devices]))
-        gap = np.abs(np.stack([found[last] for found, _ in scipy], axis=1) - params[last]).max()
+        gap = np.abs(np.stack([theirs_params[last] for theirs_params, _ in scipy], axis=1) - params[last]).max()
         print(
             f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   "
             f"compilation {whole - mean:.1f} s apart"

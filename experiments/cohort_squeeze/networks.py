@@ -1,14 +1,11 @@
 """Networks of Chapter 5: training accuracy of the global model against communication cost, SPPM-NICE and LocalGD.
 
-    python -m experiments.cohort_squeeze networks        cost to target accuracies, c1 from 0.05 to 1, c2 = 1 (and 1, 0)
-    python -m experiments.cohort_squeeze network-solvers the prox by FedSGD, FedAdam, MimeLite-Adam, ... at K = 3
-
 FEMNIST is not public in a form that may be redistributed.  Fashion-MNIST with 5 of 10 classes per client replaces it
 (`--task digits` is embedded).  Without an accelerator an MLP replaces the CNN (`--model thesis` is a full CNN).  Rates
 are tuned over one grid with one seed; figures show other seeds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,20 +13,22 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-import optax
 from jax.flatten_util import ravel_pytree
 
 from commjax.algorithms import local_gd, sppm_as
 from commjax.core import rounds, runner
-from commjax.core.base import Algorithm
+from commjax.core.base import Algorithm, State
 from commjax.core.records import Record
-from commjax.prox.solvers import adaptive, federated
+from commjax.data.stacked import Examples
+from commjax.models.networks import Classification
+from commjax.prox.solvers import federated
 from commjax.sampling import samplings
 from commjax.theory import sppm as theory
-from experiments import plots, tables
+from experiments.cohort_squeeze.workers import ADAM, WORKERS, Worker
 from experiments.scafflix import networks as scafflix_networks
+
+Rate = float | tuple[float, float]  # of the clients, or of the clients and the server
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,43 @@ class Method(NamedTuple):
         name: Name for files.
         algorithm: The algorithm.
         hparams: rate -> hparams.
-        price: (c1, c2) -> cost of a global round.
+        round_cost: (c1, c2) -> cost of a global round.
     """
 
     name: str
     algorithm: Algorithm
-    hparams: Callable[[float], Any]
-    price: Callable[[float, float], float]
+    hparams: Callable[[Any], Any]
+    round_cost: Callable[[float, float], float]
+
+
+class Runs(NamedTuple):
+    """The runs of a method, one per seed.
+
+    Attributes:
+        method: The method.
+        rate: Its tuned rate.
+        records: The records of the seeds.
+    """
+
+    method: Method
+    rate: Any
+    records: list[Record]
+
+
+class Measured(NamedTuple):
+    """The runs of both methods.
+
+    Attributes:
+        sppm: K -> runs of SPPM-NICE.
+        localgd: Local steps -> runs of LocalGD.
+    """
+
+    sppm: dict[int, Runs]
+    localgd: dict[int, Runs]
+
+    def rates(self) -> dict[str, dict[str, Any]]:
+        """The tuned rate of every setting, by method."""
+        return {name: {str(k): runs.rate for k, runs in several.items()} for name, several in self._asdict().items()}
 
 
 Load = tuple[str, str, int, int]  # arguments of `scafflix_networks.load`
@@ -77,24 +106,6 @@ Load = tuple[str, str, int, int]  # arguments of `scafflix_networks.load`
 def load_of(settings: Settings) -> Load:
     """Arguments of `scafflix_networks.load`."""
     return settings.task, settings.model, settings.clients, settings.rows
-
-
-class Worker(NamedTuple):
-    """A solver of a network's prox.
-
-    Attributes:
-        make: (rate, function that unflattens the parameters) -> the solver.  With `two_rates` the rate is a pair, the
-            clients' and the server's.
-        kind: The solver's function, which says what a client sends (`federated.vectors_per_round`).
-        two_rates: Whether the server has a rate of its own.
-    """
-
-    make: Callable[[Any, Callable], Any]
-    kind: Callable
-    two_rates: bool = False
-
-
-ADAM = Worker(lambda rate, unravel: adaptive.adam(rate), adaptive.adam)
 
 
 @cache
@@ -141,19 +152,21 @@ def averaging(steps: int, settings: Settings) -> Method:
 
 
 @partial(jax.jit, static_argnames=("problem",))
-def accuracy(problem, params, examples) -> jax.Array:
+def accuracy(problem: Classification, params: Any, examples: Examples) -> jax.Array:
     """Share of right predictions of the global model, over all targets of all clients."""
     right, total = rounds.one_by_one(partial(problem.accuracy_sums, params))(examples)
     return right.sum() / total.sum()
 
 
-def train(task, method: Method, rate: Any, seed: int, rounds: int, settings: Settings) -> Record:
+def train(
+    task: scafflix_networks.Task, method: Method, rate: Rate, seed: int, rounds: int, settings: Settings
+) -> Record:
     """One run; its record has training and test accuracy every few rounds."""
     algorithm, hparams = method.algorithm, method.hparams(rate)
     params = task.problem.init(jax.random.key(1000 + seed), task.train.inputs[0, :1])
     state = algorithm.init(params, jnp.arange(len(task.train.weights)))
 
-    def evaluate(state):
+    def evaluate(state: State) -> dict[str, float]:
         measured = partial(accuracy, task.problem, state.server.params)
         return {"train": float(measured(task.train)), "test": float(measured(task.test))}
 
@@ -177,12 +190,12 @@ def train(task, method: Method, rate: Any, seed: int, rounds: int, settings: Set
     return record
 
 
-def shown(rate: Any) -> str:
+def shown(rate: Rate) -> str:
     """A rate, or a pair of rates, as text."""
-    return "_".join(f"{one:g}" for one in rate) if isinstance(rate, tuple) else f"{rate:g}"
+    return "_".join(f"{number:g}" for number in (rate if isinstance(rate, tuple) else (rate,)))
 
 
-def tuned(task, method: Method, rates, settings: Settings, rounds: int) -> Any:
+def tuned(task: scafflix_networks.Task, method: Method, rates: Sequence[Rate], settings: Settings, rounds: int) -> Any:
     """The rate with the best training accuracy over the second half of a short run, seed 0.
 
     A run that diverges loses.
@@ -190,181 +203,94 @@ def tuned(task, method: Method, rates, settings: Settings, rounds: int) -> Any:
     scores = {}
     for rate in rates:
         try:
-            found = train(task, method, rate, 0, rounds, settings).evaluations["train"]
-            scores[rate] = float(found[len(found) // 2 :].mean())
+            curve = train(task, method, rate, 0, rounds, settings).evaluations["train"]
+            scores[rate] = float(curve[len(curve) // 2 :].mean())
         except runner.DivergedError:
             scores[rate] = -1.0
     return max(scores, key=lambda rate: scores[rate])
 
 
-def rounds_to(records: list[Record], target: float) -> np.ndarray:
-    """[seed]: the first evaluated round with that training accuracy, or nan."""
-    found = []
-    for record in records:
-        reached = np.flatnonzero(record.evaluations["train"] >= target)
-        found.append(record.evaluations["round"][reached[0]] if len(reached) else np.nan)
-    return np.array(found)
+def run_tuned(
+    task: scafflix_networks.Task, method: Method, rates: Sequence[Rate], settings: Settings, *, longer: int = 1
+) -> Runs:
+    """Tune the rate of a method, then run it with every seed; both runs are `longer` times as long as usual."""
+    rate = tuned(task, method, rates, settings, longer * settings.tune_rounds)
+    length, seeds = longer * settings.rounds, range(settings.seeds)
+    return Runs(method, rate, [train(task, method, rate, 1 + seed, length, settings) for seed in seeds])
 
 
 @cache
-def measure(settings: Settings) -> tuple[dict[int, tuple[Method, float, list[Record]]], dict]:
+def measure(settings: Settings) -> Measured:
     """Runs of SPPM-NICE by K and of LocalGD by steps, each with its tuned rate."""
     task = scafflix_networks.load(*load_of(settings))
-
-    def runs(method, rates, rounds, tune):
-        rate = tuned(task, method, rates, settings, tune)
-        return method, rate, [train(task, method, rate, 1 + seed, rounds, settings) for seed in range(settings.seeds)]
-
-    ours = {
-        K: runs(proximal(K, settings), settings.rates, settings.rounds, settings.tune_rounds) for K in settings.local
-    }
+    ours = {K: run_tuned(task, proximal(K, settings), settings.rates, settings) for K in settings.local}
     theirs = {
-        steps: runs(averaging(steps, settings), settings.stepsizes, 4 * settings.rounds, 4 * settings.tune_rounds)
+        steps: run_tuned(task, averaging(steps, settings), settings.stepsizes, settings, longer=4)
         for steps in settings.steps
     }
-    return ours, theirs
+    return Measured(ours, theirs)
 
 
-def cheapest(runs: dict, target: float, c1: float, c2: float) -> tuple[float, float, int] | None:
-    """(mean cost, deviation over seeds, setting) of the cheapest setting that reaches the target with every seed."""
-    best = None
-    for setting, (method, _, records) in runs.items():
-        needed = rounds_to(records, target) * method.price(c1, c2)
-        if np.isfinite(needed).all() and (best is None or needed.mean() < best[0]):
-            best = (float(needed.mean()), float(needed.std(ddof=1)) if len(needed) > 1 else 0.0, setting)
-    return best
-
-
-def networks(settings: Settings) -> list[dict]:
-    """Figs. D.7 and D.8: least cost to target training accuracies, for several c1."""
-    ours, theirs = measure(settings)
-    rows: list[dict] = []
-    prices = [*((c1, 1.0) for c1 in settings.c1), (1.0, 0.0)]
-    for target in settings.targets:
-        for c1, c2 in prices:
-            row: dict[str, Any] = {"target": target, "c1": c1, "c2": c2}
-            for name, runs, key in (("sppm", ours, "K"), ("localgd", theirs, "steps")):
-                best = cheapest(runs, target, c1, c2)
-                row |= {name: None} if best is None else {name: best[0], f"{name}_std": best[1], key: best[2]}
-            rows.append(row)
-    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), layout="constrained")
-    for K, (_, _, records) in ours.items():
-        plots_curve(axes[0], records, settings, f"SPPM-NICE, $K$ = {K}", 0.1 * K + 1)
-    for steps, (_, _, records) in theirs.items():
-        plots_curve(axes[0], records, settings, f"LocalGD, {steps} steps", 1.1, "--")
-    axes[0].set_xlabel("cost $(0.1 K + 1) T$")
-    axes[0].set_ylabel("training accuracy, %")
-    axes[0].set_title(f"{settings.task}, {settings.cohort} clients a round")
-    axes[0].legend(fontsize=5)
-    for number, target in enumerate(settings.targets):
-        for name, line in (("sppm", "o-"), ("localgd", "s--")):
-            values = [row.get(name) for row in rows if row["target"] == target and row["c2"] == 1.0]
-            label = f"{'SPPM-NICE' if name == 'sppm' else 'LocalGD'}, {100 * target:g} %"
-            axes[1].plot(
-                settings.c1,
-                [np.nan if v is None else v for v in values],
-                line,
-                color=f"C{number}",
-                markersize=3,
-                linewidth=1,
-                label=label,
-            )
-    axes[1].set_xscale("log")
-    axes[1].set_yscale("log")
-    axes[1].set_xlabel("$c_1$ ($c_2$ = 1)")
-    axes[1].set_ylabel("least cost to the target")
-    axes[1].legend(fontsize=5)
-    plots.save(figure, settings.out / f"networks_{settings.task}_{settings.model}.png")
-    lines = [f"{'target':>7} {'c1':>5} {'c2':>3} {'SPPM-NICE (K)':>22} {'LocalGD (steps)':>24}"]
-    for r in rows:
-        cells = [
-            "-" if r[name] is None else f"{r[name]:.1f} +- {r[f'{name}_std']:.1f} ({r[key]})"
-            for name, key in (("sppm", "K"), ("localgd", "steps"))
-        ]
-        lines.append(f"{r['target']:7g} {r['c1']:5g} {r['c2']:3g} {cells[0]:>22} {cells[1]:>24}")
-    rates = {
-        name: {str(k): rate for k, (_, rate, _) in runs.items()} for name, runs in (("sppm", ours), ("localgd", theirs))
-    }
-    lines.append(f"tuned rates: {rates}")
-    tables.save(
-        settings.out / f"networks_{settings.task}_{settings.model}",
-        [{**row, "rates": rates} for row in rows],
-        "\n".join(lines),
-    )
-    return rows
-
-
-def plots_curve(axis, records: list[Record], settings: Settings, label: str, price: float, line: str = "-") -> None:
-    """Draw training accuracy against cost, with its deviation over seeds."""
-    scores = 100 * np.array([record.evaluations["train"] for record in records])
-    at = records[0].evaluations["round"] * price
-    (drawn,) = axis.plot(at, scores.mean(axis=0), line, linewidth=1, label=label)
-    if len(scores) > 1:
-        low, high = scores.mean(axis=0) - scores.std(axis=0, ddof=1), scores.mean(axis=0) + scores.std(axis=0, ddof=1)
-        axis.fill_between(at, low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
-
-
-# Every client takes three local steps in a local round, as in Fig. D.9.  The clients' rate is tuned, and the server's
-# too if the server has an optimizer of its own.
-WORKERS: dict[str, Worker] = {
-    "FedSGD": Worker(lambda rate, unravel: federated.fed_opt(3, rate, optax.sgd(1.0)), federated.fed_opt),
-    "FedAdam": Worker(
-        lambda rate, unravel: federated.fed_opt(3, rate, optax.sgd(1.0), optax.scale_by_adam()), federated.fed_opt
-    ),
-    "FedAdam-Adam": Worker(
-        lambda rate, unravel: federated.fed_adam(3, *rate, local=optax.scale_by_adam()),
-        federated.fed_adam,
-        two_rates=True,
-    ),
-    "FedAdam-AdaGrad": Worker(
-        lambda rate, unravel: federated.fed_adam(3, *rate, local=optax.scale_by_rss()),
-        federated.fed_adam,
-        two_rates=True,
-    ),
-    "Mime-Adam": Worker(lambda rate, unravel: federated.mime(3, rate), federated.mime),
-    "MimeLite-Adam": Worker(lambda rate, unravel: federated.mime_lite(3, rate), federated.mime_lite),
-    "FedSpeed": Worker(lambda rate, unravel: federated.fed_speed(3, rate, 0.1), federated.fed_speed),
-    "Fed-LAMB": Worker(lambda rate, unravel: federated.fed_lamb(3, rate, unravel), federated.fed_lamb),
-    "Adam": ADAM,
-    "Apollo": Worker(lambda rate, unravel: adaptive.apollo(rate), adaptive.apollo),
-    "OASIS": Worker(lambda rate, unravel: adaptive.oasis(rate), adaptive.oasis),
-}
-
-
-def network_solvers(settings: Settings) -> list[dict]:
-    """Fig. D.9 and Table 5.2: K = 3 local rounds of 3 worker steps, gamma = 1, the same tuning grid for all rates."""
+def measure_solvers(settings: Settings) -> dict[str, Runs]:
+    """Runs of SPPM-NICE with K = 3 by the workers of the settings; all rates are tuned over the same grid."""
+    if unknown := set(settings.workers) - set(WORKERS):
+        raise ValueError(f"workers has {', '.join(sorted(unknown))}; allowed: {', '.join(WORKERS)}")
     task = scafflix_networks.load(*load_of(settings))
     rates = tuple(sorted({*settings.rates, *settings.stepsizes}))
     pairs = tuple((rate, server) for rate in rates for server in rates)
-    rows, figure_axes = [], plt.subplots(1, 2, figsize=(6.2, 2.6), layout="constrained", sharex=True)
-    figure, axes = figure_axes
-    if unknown := set(settings.workers) - set(WORKERS):
-        raise ValueError(f"workers has {', '.join(sorted(unknown))}; allowed: {', '.join(WORKERS)}")
+    runs = {}
     for name in settings.workers or WORKERS:
         worker = WORKERS[name]
         method = proximal(3, settings, worker, name)
-        rate = tuned(task, method, pairs if worker.two_rates else rates, settings, settings.tune_rounds)
-        records = [train(task, method, rate, 1 + seed, settings.rounds, settings) for seed in range(settings.seeds)]
+        runs[name] = run_tuned(task, method, pairs if worker.two_rates else rates, settings)
+    return runs
+
+
+def rounds_to(records: list[Record], target: float) -> np.ndarray:
+    """[seed]: the first evaluated round with that training accuracy, or nan."""
+    needed = []
+    for record in records:
+        reached = np.flatnonzero(record.evaluations["train"] >= target)
+        needed.append(record.evaluations["round"][reached[0]] if len(reached) else np.nan)
+    return np.array(needed)
+
+
+def _deviation(values: np.ndarray) -> float:
+    """The deviation over seeds; 0 for one seed."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def cheapest(runs: dict[int, Runs], target: float, c1: float, c2: float) -> tuple[float, float, int] | None:
+    """(mean cost, deviation over seeds, setting) of the cheapest setting that reaches the target with every seed."""
+    best = None
+    for setting, (method, _, records) in runs.items():
+        needed = rounds_to(records, target) * method.round_cost(c1, c2)
+        if np.isfinite(needed).all() and (best is None or needed.mean() < best[0]):
+            best = (float(needed.mean()), _deviation(needed), setting)
+    return best
+
+
+def cost_rows(runs: Measured, settings: Settings) -> list[dict[str, Any]]:
+    """One row per target and (c1, c2): the cheapest settings of both methods."""
+    rows = []
+    for target in settings.targets:
+        for c1, c2 in [*((c1, 1.0) for c1 in settings.c1), (1.0, 0.0)]:
+            row: dict[str, Any] = {"target": target, "c1": c1, "c2": c2}
+            for name, several, key in (("sppm", runs.sppm, "K"), ("localgd", runs.localgd, "steps")):
+                best = cheapest(several, target, c1, c2)
+                row |= {name: None} if best is None else {name: best[0], f"{name}_std": best[1], key: best[2]}
+            rows.append(row)
+    return rows
+
+
+def solver_rows(runs: dict[str, Runs]) -> list[dict[str, Any]]:
+    """One row per worker: its last accuracies and what a client sent."""
+    rows = []
+    for name, (_, rate, records) in runs.items():
         row: dict[str, Any] = {"solver": name, "rate": rate}
-        for axis, part in zip(axes, ("train", "test")):
-            scores = 100 * np.array([record.evaluations[part] for record in records])
-            axis.plot(records[0].evaluations["round"], scores.mean(axis=0), linewidth=1, label=name)
-            row |= {
-                part: float(scores[:, -1].mean()),
-                f"{part}_std": float(scores[:, -1].std(ddof=1)) if len(scores) > 1 else 0.0,
-            }
+        for part in ("train", "test"):
+            last = 100 * np.array([record.evaluations[part] for record in records])[:, -1]
+            row |= {part: float(last.mean()), f"{part}_std": _deviation(last)}
         row["megabits"] = float(np.mean([record.metrics["bits_up"].sum() for record in records])) / 1e6
         rows.append(row)
-    for axis, part in zip(axes, ("training", "test")):
-        axis.set_xlabel("global rounds, $K$ = 3")
-        axis.set_ylabel(f"{part} accuracy, %")
-    axes[0].legend(fontsize=6)
-    plots.save(figure, settings.out / f"network_solvers_{settings.task}_{settings.model}.png")
-    lines = [f"{'solver':15} {'rate':>12} {'training, %':>16} {'test, %':>16} {'Mbit up a client':>17}"]
-    lines += [
-        f"{r['solver']:15} {shown(r['rate']):>12} {r['train']:8.2f} +- {r['train_std']:4.2f} "
-        f"{r['test']:8.2f} +- {r['test_std']:4.2f} {r['megabits']:17.1f}"
-        for r in rows
-    ]
-    tables.save(settings.out / f"network_solvers_{settings.task}_{settings.model}", rows, "\n".join(lines))
     return rows

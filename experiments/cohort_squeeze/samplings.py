@@ -10,8 +10,9 @@ from commjax.data import partition
 from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from experiments import plots, tables
-from experiments.cohort_squeeze.grid import Settings, problem, sppm, sweep
+from experiments.cohort_squeeze.runs import Settings, problem, sppm, sweep
 from experiments.ef_bv.runs import load
+from experiments.tables import Column
 
 
 def compare_samplings(settings: Settings) -> list[dict]:
@@ -29,24 +30,26 @@ def compare_samplings(settings: Settings) -> list[dict]:
         layout="constrained",
     )
     for panel, name in zip(axes[0], settings.datasets):
-        one = problem(name, settings)
-        n, size = len(one.rows), settings.clusters
-        gradients = np.asarray(jax.vmap(jax.grad(one.loss), in_axes=(None, 0))(jnp.asarray(one.optimum), one.data))
+        split = problem(name, settings)
+        n, size = len(split.rows), settings.clusters
+        gradients = np.asarray(
+            jax.vmap(jax.grad(split.loss), in_axes=(None, 0))(jnp.asarray(split.optimum), split.data)
+        )
         gradients = gradients - gradients.mean(axis=0)
         kinds = {
-            "stratified": samplings.stratified(one.clusters),
+            "stratified": samplings.stratified(split.clusters),
             "nice": samplings.nice(n, size),
-            "block": samplings.block_of(one.clusters, min(size, settings.per_cluster)),
+            "block": samplings.block_of(split.clusters, min(size, settings.per_cluster)),
             "single": samplings.nice(n, 1),
         }
         for kind, sampling in kinds.items():
             record = sweep(
-                one,
-                sppm(one, sampling, settings, 30),
+                split,
+                sppm(split, sampling, settings, 30),
                 [sppm_as.HParams(gamma, 30, 1e-8)],
                 settings,
                 f"{name}_{kind}",
-                rounds,
+                rounds=rounds,
             )
             curve = record.metrics["distance"][0].mean(axis=0)
             settled = float(record.metrics["distance"][0][:, rounds // 2 :].mean())
@@ -67,34 +70,36 @@ def compare_samplings(settings: Settings) -> list[dict]:
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
     axes[0, 0].legend()
     plots.save(figure, settings.out / "samplings.png")
-    lines = [f"{'data set':13} {'sampling':11} {'cohort':>6} {'sigma^2':>10} {'measured':>11} {'bound':>11}"]
-    lines += [
-        f"{r['dataset']:13} {r['sampling']:11} {r['size']:6d} {r['sigma2']:10.3e} "
-        f"{r['neighbourhood']:11.3e} {r['bound']:11.3e}"
-        for r in rows
+    columns = [
+        Column("data set", "dataset", "13"),
+        Column("sampling", "sampling", "11"),
+        Column("cohort", "size", "6d"),
+        Column("sigma^2", "sigma2", "10.3e"),
+        Column("measured", "neighbourhood", "11.3e"),
+        Column("bound", "bound", "11.3e"),
     ]
-    tables.save(settings.out / "samplings", rows, "\n".join(lines))
+    tables.save(settings.out / "samplings", rows, tables.table(columns, rows))
     return rows
 
 
 def stepsizes(settings: Settings) -> list[dict]:
     """Fig. D.4: any gamma is allowed; a larger one is faster and has a larger neighbourhood."""
     gammas = tuple(10.0**power for power in range(-3, 6))
-    shades = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(gammas)))
+    shades = plots.shades(len(gammas))
     size = (2.8 * len(settings.datasets) + 0.6, 2.6)
     figure, axes = plt.subplots(1, len(settings.datasets), figsize=size, squeeze=False, layout="constrained")
     rows = []
     for panel, name in zip(axes[0], settings.datasets):
-        one = problem(name, settings)
+        split = problem(name, settings)
         record = sweep(
-            one,
-            sppm(one, samplings.stratified(one.clusters), settings, 16),
+            split,
+            sppm(split, samplings.stratified(split.clusters), settings, 16),
             [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
             settings,
             f"{name}_stepsizes",
-            100,
+            rounds=100,
         )
-        start = float(np.sum((1 - one.optimum) ** 2))
+        start = float(np.sum((1 - split.optimum) ** 2))
         for shade, gamma, runs in zip(shades, gammas, record.metrics["distance"]):
             panel.semilogy(runs.mean(axis=0), color=shade, linewidth=1, label=f"{gamma:g}")
             rows.append(
@@ -111,9 +116,13 @@ def stepsizes(settings: Settings) -> list[dict]:
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
     axes[0, 0].legend(title=r"$\gamma$", title_fontsize=7, ncols=2)
     plots.save(figure, settings.out / "stepsizes.png")
-    lines = [f"{'data set':13} {'gamma':>8} {'rounds to 0.1 of the start':>27} {'mean of the last 20 rounds':>27}"]
-    lines += [f"{r['dataset']:13} {r['gamma']:8g} {r['rounds_to_tenth']:27g} {r['last']:27.3e}" for r in rows]
-    tables.save(settings.out / "stepsizes", rows, "\n".join(lines))
+    columns = [
+        Column("data set", "dataset", "13"),
+        Column("gamma", "gamma", "8g"),
+        Column("rounds to 0.1 of the start", "rounds_to_tenth", "27g"),
+        Column("mean of the last 20 rounds", "last", "27.3e"),
+    ]
+    tables.save(settings.out / "stepsizes", rows, tables.table(columns, rows))
     return rows
 
 
@@ -127,22 +136,22 @@ def baselines(settings: Settings) -> list[dict]:
     size = (2.8 * len(settings.datasets) + 0.6, 2.6)
     figure, axes = plt.subplots(1, len(settings.datasets), figsize=size, squeeze=False, layout="constrained")
     for panel, name in zip(axes[0], settings.datasets):
-        one = problem(name, settings)
-        n = len(one.rows)
+        split = problem(name, settings)
+        n = len(split.rows)
         runs: dict[str, tuple[float, np.ndarray]] = {}
-        ours = sppm(one, samplings.stratified(one.clusters), settings, 16)
-        record = sweep(one, ours, [sppm_as.HParams(1.0, 16, 1e-8)], settings, f"{name}_baselines_sppm", rounds)
+        ours = sppm(split, samplings.stratified(split.clusters), settings, 16)
+        record = sweep(split, ours, [sppm_as.HParams(1.0, 16, 1e-8)], settings, f"{name}_baselines_sppm", rounds=rounds)
         runs["SPPM-SS"] = 1.0, record.metrics["distance"][0]
         for kind, sampling in (
-            ("stratified", samplings.stratified(one.clusters)),
+            ("stratified", samplings.stratified(split.clusters)),
             ("nice", samplings.nice(n, settings.clusters)),
         ):
-            hparams = [local_gd.theoretical(sampling, one.smoothness.L_i, steps) for steps in (1, 5)]
-            plain = local_gd.mb_local_gd(jax.value_and_grad(one.loss), sampling)
-            record = sweep(one, plain, hparams, settings, f"{name}_baselines_{kind}", rounds)
+            hparams = [local_gd.theoretical(sampling, split.smoothness.L_i, steps) for steps in (1, 5)]
+            plain = local_gd.mb_local_gd(jax.value_and_grad(split.loss), sampling)
+            record = sweep(split, plain, hparams, settings, f"{name}_baselines_{kind}", rounds=rounds)
             for label, h, distance in zip(("MB-GD", "MB-LocalGD"), hparams, record.metrics["distance"]):
                 runs[f"{label}, {kind}"] = h.stepsize, distance
-        start = float(np.sum((1 - one.optimum) ** 2))
+        start = float(np.sum((1 - split.optimum) ** 2))
         for number, (label, (stepsize, distance)) in enumerate(runs.items()):
             line = "-" if label == "SPPM-SS" else "--" if "stratified" in label else ":"
             panel.semilogy(distance.mean(axis=0), line, color=f"C{number}", linewidth=1, label=label)
@@ -160,15 +169,14 @@ def baselines(settings: Settings) -> list[dict]:
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
     axes[0, 0].legend()
     plots.save(figure, settings.out / "baselines.png")
-    lines = [
-        f"{'data set':13} {'method':23} {'stepsize':>9} {'rounds to 0.01 of the start':>28} "
-        f"{'mean of the last quarter':>25}"
+    columns = [
+        Column("data set", "dataset", "13"),
+        Column("method", "method", "23"),
+        Column("stepsize", "stepsize", "9.3g"),
+        Column("rounds to 0.01 of the start", "rounds_to_hundredth", "28g"),
+        Column("mean of the last quarter", "settled", "25.3e"),
     ]
-    lines += [
-        f"{r['dataset']:13} {r['method']:23} {r['stepsize']:9.3g} {r['rounds_to_hundredth']:28g} {r['settled']:25.3e}"
-        for r in rows
-    ]
-    tables.save(settings.out / "baselines", rows, "\n".join(lines))
+    tables.save(settings.out / "baselines", rows, tables.table(columns, rows))
     return rows
 
 

@@ -29,7 +29,7 @@ from commjax.data import embedded, images, stacked
 from commjax.data.stacked import Examples
 from commjax.models import networks
 from commjax.privacy import accounting
-from commjax.privacy.accounting import Certificate
+from commjax.privacy.accounting import Guarantee
 from experiments import tables
 from experiments.fedp3 import privacy_report
 from experiments.fedp3 import theory as fedp3_theory
@@ -143,7 +143,7 @@ def load(task: str, width: int, n: int) -> Task:
     )
 
 
-def certificate(settings: Settings, rows: int, epsilon: float) -> Certificate:
+def certificate(settings: Settings, rows: int, epsilon: float) -> Guarantee:
     """Return the certificate with the least noise for a target epsilon."""
     most = capacity(settings, rows)
     return accounting.calibrate(
@@ -159,16 +159,16 @@ def certificate(settings: Settings, rows: int, epsilon: float) -> Certificate:
 
 
 @cache
-def attack(certificate: Certificate, trials: int, seed: int) -> float:
+def attack(certificate: Guarantee, trials: int, seed: int) -> float:
     """Return the epsilon that the attack proves."""
     return private_training.audit(jax.random.key(seed), certificate, trials)
 
 
-def others(certificate: Certificate, rows: int) -> dict[str, float]:
+def others(certificate: Guarantee, rows: int) -> dict[str, float]:
     """Return the epsilon of the same noise by every accountant and for both relations."""
     most = certificate.capacity
     return {
-        f"{accountant} {relation}": accounting.certify(
+        f"{accountant} {relation}": accounting.guarantee(
             certificate.noise,
             certificate.rate,
             certificate.rounds,

@@ -51,7 +51,7 @@ def formula_noise(delta: float, m: int, K: int, c: float) -> dict[str, float]:
     """
     z = math.sqrt(theory.noise_variance(1.0, delta, c=c, C=1.0, K=K, m=m)) * m
     return {
-        relation: accounting.certify(z, 1.0, K, delta, relation=relation).epsilon
+        relation: accounting.guarantee(z, 1.0, K, delta, relation=relation).epsilon
         for relation in ("add-remove", "replace-one")
     }
 

@@ -63,15 +63,15 @@ def measure(settings: Settings) -> list[Claim]:
         f"experiments.scorecard.claims.{name}" for name in LONGEST if f"experiments.scorecard.claims.{name}" in names
     ]
     order = [*first, *(name for name in names if name not in first)]
-    found = []
+    results = []
     with progress_bar("claims", total, enabled=settings.progress) as advance:
-        for one in claim_workers.measure_modules(order, settings.processes or cores()):
-            found.append(one)
-            advance(len(found), {})
+        for result in claim_workers.measure_modules(order, settings.processes or cores()):
+            results.append(result)
+            advance(len(results), {})
             if settings.progress:
-                claim = one.claim
+                claim = result.claim
                 print(f"  {claim.verdict:10} {claim.seconds:5.1f} s  {claim.claim}", file=sys.stderr, flush=True)
-    return [one.claim for one in sorted(found, key=lambda one: one[:2])]
+    return [result.claim for result in sorted(results, key=lambda result: result[:2])]
 
 
 def page(claims: list[Claim], seconds: float) -> str:

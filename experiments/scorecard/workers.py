@@ -17,7 +17,7 @@ from typing import NamedTuple
 from experiments.scorecard.claims import Claim
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
     """One measured claim and its position.
 
     Attributes:
@@ -35,15 +35,15 @@ class ClaimError(RuntimeError):
     """A claim could not be measured."""
 
 
-def measure_module(module: str) -> Iterator[Found]:
+def measure_module(module: str) -> Iterator[Result]:
     """Measure the claims of one module in this process, and yield each when it is done."""
     for index, function in enumerate(importlib.import_module(module).CLAIMS):
         began = time.monotonic()
         claim = function()
-        yield Found(module, index, replace(claim, seconds=round(time.monotonic() - began, 1)))
+        yield Result(module, index, replace(claim, seconds=round(time.monotonic() - began, 1)))
 
 
-def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
+def measure_modules(modules: list[str], processes: int) -> Iterator[Result]:
     """Measure the claims of all modules, and yield each when it is done.
 
     Args:
@@ -78,17 +78,17 @@ def measure_modules(modules: list[str], processes: int) -> Iterator[Found]:
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
                 try:
-                    found = connection.recv()
+                    message = connection.recv()
                 except EOFError:
                     workers[connection].join()
                     code = workers[connection].exitcode
                     raise ClaimError(f"the process that measured {busy[connection]} ended with {code}") from None
-                if isinstance(found, str):
-                    raise ClaimError(f"a claim of {busy[connection]} failed:\n{found}")
-                if found is None:
+                if isinstance(message, str):
+                    raise ClaimError(f"a claim of {busy[connection]} failed:\n{message}")
+                if message is None:
                     _give(connection, waiting, busy)
                 else:
-                    yield found
+                    yield message
     finally:
         for connection, worker in workers.items():
             connection.close()
@@ -115,8 +115,8 @@ def _work(connection: Connection, x64: bool) -> None:
     jax.config.update("jax_enable_x64", x64)
     while module := connection.recv():
         try:
-            for found in measure_module(module):
-                connection.send(found)
+            for result in measure_module(module):
+                connection.send(result)
         except Exception:
             connection.send(traceback.format_exc())
             return

@@ -233,7 +233,7 @@ def test_a_run_returns_its_certificate_and_learns():
     found = private_training.train(
         KEY, loss, jnp.zeros(4), data, 40, epsilon=8.0, delta=1e-5, gamma=0.3, clip=1.0, batch=200.0, clipped="sent"
     )
-    assert found.certificate == accounting.certify(found.certificate.noise, 1.0, 40, 1e-5)
+    assert found.certificate == accounting.guarantee(found.certificate.noise, 1.0, 40, 1e-5)
     assert 7.9 < found.certificate.epsilon <= 8
     assert found.metrics.loss.shape == (40,) and found.metrics.loss[-1] < 0.3 * found.metrics.loss[0]
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commjax.data import bounded, embedded, libsvm
+from commjax.data import bounded, embedded, libsvm, libsvm_text
 
 requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
 
@@ -192,9 +192,9 @@ def test_lines_of_others_are_neither_parsed_nor_refused_but_counted(tmp_path, mo
     summary = libsvm.scan(path)
     assert summary[1:] == (4, 3, (1.0, 2.0))
     parsed = []
-    pattern = libsvm._LINE
+    pattern = libsvm_text.LINE
     seen = SimpleNamespace(fullmatch=lambda line: parsed.append(line) or pattern.fullmatch(line))
-    monkeypatch.setattr(libsvm, "_LINE", seen)
+    monkeypatch.setattr(libsvm_text, "LINE", seen)
     np.testing.assert_array_equal(libsvm.read_rows(summary, np.array([0, 2])).features, [[1, 0, 0], [0, 2, 0]])
     assert parsed == ["1 1:1", "1 2:2"]
     with pytest.raises(ValueError, match=r"mixed, line 3: value rubbish.*'2 1:rubbish 3:1'"):

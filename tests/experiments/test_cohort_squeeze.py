@@ -11,8 +11,11 @@ import pytest
 from commjax.core.records import Record
 from experiments.bench import cohort_squeeze as bench
 from experiments.cohort_squeeze import commands as cohort_squeeze
+from experiments.cohort_squeeze import costs as cohort_squeeze_costs
 from experiments.cohort_squeeze import grid as cohort_squeeze_grid
 from experiments.cohort_squeeze import networks as cohort_squeeze_networks
+from experiments.cohort_squeeze import runs as cohort_squeeze_runs
+from experiments.cohort_squeeze import workers as cohort_squeeze_workers
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +45,19 @@ def fake(distance, local_rounds):
 def test_costs_count_iterations_or_evaluations_and_a_miss_is_no_number():
     ours = fake([[[9, 4, 1], [9, 2, 1]], [[9, 8, 7], [9, 1, 1]]], np.full((2, 2, 3), 5))
     local = fake([[[9, 5, 2]]], np.ones((1, 1, 3)))
-    grid = cohort_squeeze.Grid(9.0, ours, local, [(1.0, 2), (10.0, 3)], [(0.1, 1)], 100)
-    spent, plain = cohort_squeeze.costs(grid, 2.0, 1.0, 0.0, "iterations")
+    grid = cohort_squeeze_grid.Grid(9.0, ours, local, [(1.0, 2), (10.0, 3)], [(0.1, 1)], 100)
+    spent, plain = cohort_squeeze_costs.costs(grid, 2.0, 1.0, 0.0, "iterations")
     np.testing.assert_allclose(spent, [(2 * 2 + 1 * 2) / 2, np.nan])  # the second setting misses with one seed
     assert plain.tolist() == [2.0]
-    spent, plain = cohort_squeeze.costs(grid, 2.0, 0.1, 1.0, "evaluations")
+    spent, plain = cohort_squeeze_costs.costs(grid, 2.0, 0.1, 1.0, "evaluations")
     np.testing.assert_allclose(spent, [((0.5 + 1) * 2 + (0.5 + 1)) / 2, np.nan])
     np.testing.assert_allclose(plain, [2.2])
     # A cohort that is spread over hubs has the server in every aggregation.
-    spread, plain = cohort_squeeze.costs(grid, 2.0, 0.1, 1.0, "iterations", "spread")
+    spread, plain = cohort_squeeze_costs.costs(grid, 2.0, 0.1, 1.0, "iterations", "spread")
     np.testing.assert_allclose(spread, [1.1 * (2 * 2 + 1 * 2) / 2, np.nan])
     np.testing.assert_allclose(plain, [2.2])
     # Both methods have the same cap.
-    spent, plain = cohort_squeeze.costs(grid._replace(cap=1.5), 2.0, 1.0, 0.0, "iterations")
+    spent, plain = cohort_squeeze_costs.costs(grid._replace(cap=1.5), 2.0, 1.0, 0.0, "iterations")
     assert np.isnan(spent).all() and np.isnan(plain).all()
 
 
@@ -75,8 +78,8 @@ def test_the_cost_table_and_its_figure(settings):
     again = cohort_squeeze.hierarchical(settings)  # priced from the same runs
     assert {row["c1"] for row in again} == {0.1, 0.05} and all(row["c2"] == 1.0 for row in again)
     assert (settings.out / "hierarchical_bfgs.png").read_bytes().startswith(b"\x89PNG")
-    prices = {(row["target"], row["c1"], row["hubs"]): row["iterations"] for row in again if "iterations" in row}
-    assert all(prices[t, c1, "one hub"] < price for (t, c1, hubs), price in prices.items() if hubs == "spread")
+    least = {(row["target"], row["c1"], row["hubs"]): row["iterations"] for row in again if "iterations" in row}
+    assert all(least[t, c1, "one hub"] < cost for (t, c1, hubs), cost in least.items() if hubs == "spread")
     runs = [row for row in again if "ledger" in row]
     assert {(row["c1"], row["hubs"]) for row in runs} == {
         (c1, hubs) for c1 in (0.1, 0.05) for hubs in ("one hub", "spread")
@@ -163,7 +166,7 @@ def tiny(tmp_path_factory):
 
 
 def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_cost(tiny):
-    rows = cohort_squeeze_networks.networks(tiny)
+    rows = cohort_squeeze.networks(tiny)
     assert [(row["target"], row["c1"], row["c2"]) for row in rows[:3]] == [
         (0.2, 0.1, 1.0),
         (0.2, 1.0, 1.0),
@@ -187,10 +190,10 @@ def test_networks_are_priced_by_their_rounds_and_a_target_that_is_missed_has_no_
 
 def test_network_solvers_are_tuned_alike(tiny):
     some = ("FedAdam-Adam", "MimeLite-Adam", "Fed-LAMB")
-    rows = cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, rounds=2, seeds=1, workers=some))
+    rows = cohort_squeeze.network_solvers(dataclasses.replace(tiny, rounds=2, seeds=1, workers=some))
     assert tuple(row["solver"] for row in rows) == some
     with pytest.raises(ValueError, match="workers has Nadam; allowed: FedSGD"):
-        cohort_squeeze_networks.network_solvers(dataclasses.replace(tiny, workers=("Nadam",)))
+        cohort_squeeze.network_solvers(dataclasses.replace(tiny, workers=("Nadam",)))
     assert all(0 <= row["train"] <= 100 for row in rows)
     # The server's rate is tuned over the clients' grid.
     assert set(rows[0]["rate"]) <= {0.01, 0.3} and rows[1]["rate"] in (0.01, 0.3)
@@ -199,27 +202,27 @@ def test_network_solvers_are_tuned_alike(tiny):
 
 
 def test_the_workers_are_those_of_the_table():
-    """Every solver that L2328, L4673 and L5138 name for networks, by the factory that the module docstring of `federated` says."""
-    made: dict[str, list] = {}
+    """Every solver that L2328, L4673 and L5138 name for networks, by the factory that `federated`'s docstring says."""
+    calls_of: dict[str, list] = {}
 
     def watch(name):
         def factory(*arguments, **options):
-            made[current].append((name, options))
+            calls_of[current].append((name, options))
 
         return factory
 
     modules = (
-        (cohort_squeeze_networks.federated, ("fed_opt", "fed_adam", "mime", "mime_lite", "fed_speed", "fed_lamb")),
-        (cohort_squeeze_networks.adaptive, ("adam", "apollo", "oasis")),
+        (cohort_squeeze_workers.federated, ("fed_opt", "fed_adam", "mime", "mime_lite", "fed_speed", "fed_lamb")),
+        (cohort_squeeze_workers.adaptive, ("adam", "apollo", "oasis")),
     )
     with pytest.MonkeyPatch.context() as patch:
         for module, names in modules:
             for name in names:
                 patch.setattr(module, name, watch(name))
-        for current, worker in cohort_squeeze_networks.WORKERS.items():
-            made[current] = []
+        for current, worker in cohort_squeeze_workers.WORKERS.items():
+            calls_of[current] = []
             worker.make((0.1, 0.2) if worker.two_rates else 0.1, None)
-    assert {name: calls[0][0] for name, calls in made.items()} == {
+    assert {name: calls[0][0] for name, calls in calls_of.items()} == {
         "FedSGD": "fed_opt",
         "FedAdam": "fed_opt",
         "FedAdam-Adam": "fed_adam",
@@ -232,18 +235,18 @@ def test_the_workers_are_those_of_the_table():
         "Apollo": "apollo",
         "OASIS": "oasis",
     }
-    assert made["FedAdam-Adam"][0][1]["local"].update.__qualname__.startswith("scale_by_adam")
-    assert made["FedAdam-AdaGrad"][0][1]["local"].update.__qualname__.startswith("scale_by_rss")
-    kinds = {name: worker.kind.__name__ for name, worker in cohort_squeeze_networks.WORKERS.items()}
-    assert kinds == {name: calls[0][0] for name, calls in made.items()}
+    assert calls_of["FedAdam-Adam"][0][1]["local"].update.__qualname__.startswith("scale_by_adam")
+    assert calls_of["FedAdam-AdaGrad"][0][1]["local"].update.__qualname__.startswith("scale_by_rss")
+    kinds = {name: worker.kind.__name__ for name, worker in cohort_squeeze_workers.WORKERS.items()}
+    assert kinds == {name: calls[0][0] for name, calls in calls_of.items()}
 
 
 def test_both_sides_of_the_benchmark_do_the_same_work():
     settings = bench.Settings(
         dataset="breast_cancer", clusters=3, per_cluster=2, gammas=(1.0, 10.0), seeds=2, rounds=2, at_once=2
     )
-    about = cohort_squeeze_grid.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
-    problem = cohort_squeeze_grid.problem(settings.dataset, about)
+    about = cohort_squeeze_runs.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
+    problem = cohort_squeeze_runs.problem(settings.dataset, about)
     pairs, keys = [(gamma, 40) for gamma in settings.gammas], jax.random.split(jax.random.key(0), settings.seeds)
     theirs = np.stack([bench.theirs(problem, settings, pairs, key)() for key in keys], axis=1)
     for devices in (1, 2):

@@ -10,7 +10,7 @@ import pytest
 from commjax.algorithms.fedp3 import one_run_audit, private_training
 from commjax.algorithms.fedp3.one_run_audit import lower_bound, p_value
 from commjax.privacy import mechanism
-from commjax.privacy.accounting import certify
+from commjax.privacy.accounting import guarantee
 
 KEY = jax.random.key(0)
 JAX_PRIVACY = (0.0010733299019243516, 0.016537847209041896)
@@ -51,7 +51,7 @@ def test_randomised_response_is_accused_no_more_often_than_stated_and_the_bound_
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-remove"])
 def test_an_honest_mechanism_is_not_accused_and_a_broken_one_is(relation, monkeypatch):
-    certificate = certify(3.0 if relation == "add-remove" else 6.0, 0.5, 4, 1e-5, relation=relation)
+    certificate = guarantee(3.0 if relation == "add-remove" else 6.0, 0.5, 4, 1e-5, relation=relation)
     assert certificate.epsilon < 3.0
     honest = one_run_audit.audit(KEY, certificate, 400)
     assert 0.15 * certificate.epsilon < honest.epsilon <= certificate.epsilon and honest.canaries == 400
@@ -81,4 +81,4 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"confidence=1\.5; allowed"):
         lower_bound(np.zeros(5), coins, 1e-5, 1.5)
     with pytest.raises(ValueError, match="canaries=0; allowed: at least 1"):
-        one_run_audit.audit(KEY, certify(2.0, 1.0, 4, 1e-5), 0)
+        one_run_audit.audit(KEY, guarantee(2.0, 1.0, 4, 1e-5), 0)

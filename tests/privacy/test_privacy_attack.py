@@ -9,7 +9,7 @@ import pytest
 
 from commjax.algorithms.fedp3 import private_training
 from commjax.privacy import mechanism
-from commjax.privacy.accounting import calibrate, certify
+from commjax.privacy.accounting import calibrate, guarantee
 
 KEY = jax.random.key(0)
 
@@ -28,7 +28,7 @@ def test_the_attack_finds_much_of_epsilon_and_never_more_than_the_certificate(re
 
 def test_the_scores_are_the_log_likelihood_ratio_of_the_mechanism():
     """E exp(score) = 1 without the canary, E exp(-score) = 1 with it."""
-    certificate = certify(2.0, 0.5, 3, 1e-5)
+    certificate = guarantee(2.0, 0.5, 3, 1e-5)
     with_canary, without = private_training.canary_scores(KEY, certificate, 10_000)
     assert np.exp(without).mean() == pytest.approx(1, abs=0.05) == np.exp(-with_canary).mean()
     assert with_canary.mean() == pytest.approx(-without.mean(), abs=0.05) and with_canary.mean() > 0.1
@@ -36,7 +36,7 @@ def test_the_scores_are_the_log_likelihood_ratio_of_the_mechanism():
 
 def test_the_attack_catches_noise_that_is_too_small():
     """A certificate for 8 times the noise that is drawn: the attack refutes it."""
-    honest = certify(8.0, 1.0, 4, 1e-5)
+    honest = guarantee(8.0, 1.0, 4, 1e-5)
     broken = honest._replace(noise=1.0)
     assert private_training.audit(KEY, broken, 2000) > honest.epsilon > private_training.audit(KEY, honest, 2000)
 
@@ -54,7 +54,7 @@ MUTANTS = {
 @pytest.mark.parametrize("relation", ["replace-one", "add-remove"])
 def test_the_attack_catches_a_broken_mechanism(relation, monkeypatch):
     """At delta = 0.1, where 2000 runs prove most of epsilon."""
-    certificate = certify(1.0, 0.4, 2, 0.1, relation=relation)
+    certificate = guarantee(1.0, 0.4, 2, 0.1, relation=relation)
     assert private_training.audit(KEY, certificate, 2000) < certificate.epsilon
     for name, (broken, how) in MUTANTS.items():
         with monkeypatch.context() as patch:
@@ -69,7 +69,7 @@ def test_the_attack_catches_a_broken_mechanism(relation, monkeypatch):
 
 def test_the_attack_reaches_what_several_clients_send():
     """Two clients, the second without a canary: what is clipped is what is sent, and the whole of epsilon is at stake."""
-    certificate = certify(1.0, 0.4, 2, 0.1)
+    certificate = guarantee(1.0, 0.4, 2, 0.1)
     found = private_training.audit(KEY, certificate, 2000, n=2)
     assert 0.3 < found < certificate.epsilon
     # A whole gradient of norm C has C / sqrt(2) in the coordinate that is sent.
@@ -78,7 +78,7 @@ def test_the_attack_reaches_what_several_clients_send():
 
 
 def test_a_capacity_is_part_of_what_is_attacked():
-    certificate = certify(2.0, 0.05, 3, 1e-2, capacity=3, rows=4)
+    certificate = guarantee(2.0, 0.05, 3, 1e-2, capacity=3, rows=4)
     assert certificate.epsilon < math.inf
     found = private_training.canary_scores(KEY, certificate, 500, rows=4)
     assert private_training.epsilon_lower_bound(*found, certificate.delta) < certificate.epsilon

@@ -1,7 +1,6 @@
 """Three clients, every inner solver for networks and its walk: what the tests of these solvers share."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 from commjax.problems import quadratic
 from commjax.prox import cohort
 from commjax.prox.solvers import adaptive, federated
+from tests.prox.mixed_loss import data_type, mixed_loss
 
 jit = jax.jit
 
@@ -40,21 +40,11 @@ SOLVERS = {
 }
 
 
-class Data(NamedTuple):
-    """A quadratic, a logistic loss and a wall behind which F is NaN: one program for all tests."""
-
-    H: Any
-    c: Any
-    features: Any = LOGISTIC[0]
-    labels: Any = LOGISTIC[1]
-    share: Any = np.zeros(M)  # of the logistic loss
-    wall: Any = np.full(M, np.inf)  # F is NaN where x_0 >= wall
+Data = data_type(*LOGISTIC, wall=np.full(M, np.inf))  # F is NaN where x_0 >= wall
 
 
 def _loss(x, data):
-    fit = jnp.mean(jnp.logaddexp(jnp.zeros((), x.dtype), -data.labels * (data.features @ x))) + jnp.vdot(x, x) / 4
-    value = (x - data.c) @ data.H @ (x - data.c) / 2 + data.share * fit
-    return jnp.where(x[0] < data.wall, 1.0, jnp.nan) * value
+    return jnp.where(x[0] < data.wall, 1.0, jnp.nan) * mixed_loss(x, data, 0.5)
 
 
 def oracle_of(data, center=CENTER):

@@ -1,5 +1,6 @@
 """Two problems, every convex inner solver and its run: what the tests of these solvers share."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from commjax.problems import quadratic
 from commjax.prox import cohort, solvers
 from commjax.prox.solvers import quasi_newton
+from tests.prox.mixed_loss import data_type, mixed_loss
 
 jit = jax.jit
 
@@ -38,21 +40,8 @@ _A = _rng.standard_normal((M, 6, D)) * [2.0, 1.0, 0.5, 0.1]
 LOGISTIC = (_A, np.sign(_rng.standard_normal((M, 6))))
 
 
-class Data(NamedTuple):
-    """A quadratic and a logistic loss with MU |x|^2 / 2: one program for both."""
-
-    H: Any
-    c: Any
-    features: Any = LOGISTIC[0]
-    labels: Any = LOGISTIC[1]
-    share: Any = np.zeros(M)  # of the logistic loss
-
-
-def _loss(x, data):
-    fit = jnp.mean(jnp.logaddexp(jnp.zeros((), x.dtype), -data.labels * (data.features @ x))) + MU / 2 * jnp.vdot(x, x)
-    return (x - data.c) @ data.H @ (x - data.c) / 2 + data.share * fit
-
-
+Data = data_type(*LOGISTIC)
+_loss = functools.partial(mixed_loss, mu=MU)
 PROBLEMS = {"quadratic": Data(*QUADRATIC), "logistic": Data(0 * QUADRATIC.H, QUADRATIC.c, share=np.ones(M))}
 SMOOTH = {"quadratic": L, "logistic": max(np.linalg.norm(A, 2) ** 2 / 24 for A in _A) + MU}
 CENTER = np.array([1.0, -2.0, 0.5, 3.0])

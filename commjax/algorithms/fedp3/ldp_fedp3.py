@@ -17,7 +17,7 @@ from commjax.compressors.joint import perm_k
 from commjax.core import checks, rounds, tree
 from commjax.core.base import Algorithm, Compressor, Message, Params, Round, Spec, State
 from commjax.privacy import accounting, mechanism
-from commjax.privacy.accounting import Certificate
+from commjax.privacy.accounting import Guarantee
 from commjax.privacy.mechanism import Loss
 from commjax.theory import ldp_fedp3 as theory
 
@@ -80,7 +80,7 @@ def ldp_fedp3(
         clipped: "whole" clips the whole gradient of a row.  "sent" clips only its coordinates that S_i sends, d/n of
             them: C may then be smaller by sqrt(n) for the same bias, and the noise shrinks with C.
         capacity: largest number of rows that are differentiated in a round; None is all rows.  A capacity saves memory
-            and time and costs a little of delta (`accounting.certify`).
+            and time and costs a little of delta (`accounting.guarantee`).
         rows: m_i, the public numbers of rows, one number or one per client.  None counts the rows.  A certificate for
             "replace-one" allows that; one for "add-remove" does not, because it hides the number of rows.
         over: maps the client step over the clients.
@@ -89,8 +89,8 @@ def ldp_fedp3(
         The algorithm.  Its `init(params, ids, data=None)` checks that the loss is a mean over rows if it gets the data.
 
     Thesis: Alg. 11.
-    Holds if: `accounting.certify(z, q, rounds, delta)`; the client draws rows and noise from a source that nobody else
-    knows (in a simulation all keys come from the run's, in a federation see `exchange.answer`); the m_i are public, and
+    Holds if: `accounting.guarantee(z, q, rounds, delta)`; the client draws rows and noise from a source that nobody
+    else knows (in a simulation all keys are the run's, in a federation see `exchange.answer`); the m_i are public, and
     no client has more rows.
     Differs: F16 (noise on the gradient, so gamma scales it), F17 (each row is clipped), F18 (Poisson sampling and a
     fixed denominator), F20 (z comes from an accountant).
@@ -159,7 +159,7 @@ def calibrated(
     accountant: str = "pld",
     relation: str = "replace-one",
     capacity: int | None = None,
-) -> tuple[HParams, Certificate]:
+) -> tuple[HParams, Guarantee]:
     """Hyperparameters with the least noise that is (epsilon, delta)-DP over a run, and the certificate.
 
     Args:
@@ -170,7 +170,7 @@ def calibrated(
         batch: mean number of rows that the smallest client draws in a round.
         rows: m, or the m_i of all clients, which are public.  For "add-remove" the algorithm needs the same `rows`.
         rounds: number of rounds of the run.
-        accountant: "pld" or "rdp" (`accounting.certify`).
+        accountant: "pld" or "rdp" (`accounting.guarantee`).
         relation: "replace-one" or "add-remove", by which neighbouring data sets differ.
         capacity: as in `ldp_fedp3`.
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Shaped
 from commjax.algorithms.fedp3 import ldp_fedp3
 from commjax.algorithms.fedp3.private_training import CLIP, FAR, GAMMA, _linear, _mechanism, log_ratio
 from commjax.core.base import Algorithm, Key, State
-from commjax.privacy.accounting import Certificate
+from commjax.privacy.accounting import Guarantee
 
 # Shares of the canaries that are guessed; each share is one test.
 _SHARES = tuple(0.5**power for power in range(8))
@@ -139,7 +139,7 @@ def _train(build: Callable[..., Algorithm], key: Key, coins: Array, hparams: Any
 
 def audit(
     key: Key,
-    certificate: Certificate,
+    certificate: Guarantee,
     canaries: int = 1000,
     confidence: float = 0.95,
     build: Callable[..., Algorithm] | None = None,
@@ -161,8 +161,8 @@ def audit(
     Returns:
         The bound: at most the certificate's epsilon, except with probability 1 - confidence.
 
-    >>> from commjax.privacy.accounting import certify
-    >>> certificate = certify(4.0, 1.0, 10, 1e-5)
+    >>> from commjax.privacy.accounting import guarantee
+    >>> certificate = guarantee(4.0, 1.0, 10, 1e-5)
     >>> 0 < audit(jax.random.key(0), certificate, 300).epsilon < certificate.epsilon
     True
     """

@@ -15,7 +15,7 @@ from commjax.compressors.joint import perm_k
 from commjax.core import runner
 from commjax.core.base import Algorithm, Compressor, Key, Params, State
 from commjax.privacy import mechanism
-from commjax.privacy.accounting import Certificate
+from commjax.privacy.accounting import Guarantee
 from commjax.privacy.mechanism import Loss
 
 
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
     state: State
     metrics: Any
-    certificate: Certificate
+    certificate: Guarantee
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
         gamma: stepsize.
         clip: C, the norm to which the gradient of a row is clipped.
         batch: mean number of rows that the smallest client draws in a round.
-        accountant: "pld" or "rdp" (`accounting.certify`).
+        accountant: "pld" or "rdp" (`accounting.guarantee`).
         relation: "replace-one" or "add-remove", by which neighbouring data sets differ.
         sketch: as in `ldp_fedp3.ldp_fedp3`.
         rows: m_i, the public numbers of rows.  None is the clients' numbers of rows for "replace-one".  "add-remove"
@@ -174,7 +174,7 @@ def _play(static: _Game, keys: Key, worlds: Array, hparams: Any) -> Array:
 
 def canary_scores(
     key: Key,
-    certificate: Certificate,
+    certificate: Guarantee,
     trials: int,
     *,
     rows: int = 4,
@@ -277,7 +277,7 @@ def epsilon_lower_bound(
     return max(0.0, bound(in_test, out_test, threshold, above))
 
 
-def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: float = 0.95, **options: Any) -> float:
+def audit(key: Key, certificate: Guarantee, trials: int = 4000, confidence: float = 0.95, **options: Any) -> float:
     """The largest epsilon that an attack with many runs disproves.
 
     Args:
@@ -290,8 +290,8 @@ def audit(key: Key, certificate: Certificate, trials: int = 4000, confidence: fl
     Returns:
         The bound: at most the certificate's epsilon, except with probability 1 - confidence.
 
-    >>> from commjax.privacy.accounting import certify
-    >>> certificate = certify(4.0, 1.0, 10, 1e-5)
+    >>> from commjax.privacy.accounting import guarantee
+    >>> certificate = guarantee(4.0, 1.0, 10, 1e-5)
     >>> 0 < audit(jax.random.key(0), certificate, 400) < certificate.epsilon
     True
     """

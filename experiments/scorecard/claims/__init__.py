@@ -46,6 +46,6 @@ class Claim:
     figure: bytes | None = None
     seconds: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.verdict == "corrected" and not self.errata:
             raise ValueError(f"a corrected claim needs an errata number: {self.claim}")

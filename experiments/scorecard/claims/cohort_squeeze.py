@@ -1,10 +1,12 @@
 """Chapter 5, Cohort-Squeeze: its figures in small, for logistic and ridge regression on 569 rows of breast cancer."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,20 @@ import numpy as np
 
 from commjax.algorithms import local_gd, sppm_as
 from commjax.core import runner
+from commjax.core.base import Algorithm
 from commjax.problems import quadratic
 from commjax.prox import solvers
 from commjax.sampling import clustering, samplings
 from commjax.theory import sppm as theory
 from experiments import tables
-from experiments.cohort_squeeze import commands as experiment
+from experiments.cohort_squeeze.costs import cost_rows
+from experiments.cohort_squeeze.grid import run_grid
+from experiments.cohort_squeeze.runs import Settings, problem
 from experiments.scorecard.claims import Claim, corrected
 
 METHOD = "SPPM-AS"
 # The grid runs in blocks of nine settings: K = 1, 2, 3, then 4, 5, 6, then 7, 8, 9. Each solver compiles one program.
-SETTINGS = experiment.Settings(
+SETTINGS = Settings(
     datasets=("breast_cancer",),
     clusters=4,
     per_cluster=5,
@@ -40,15 +45,15 @@ GAMMAS, ROUNDS, SEEDS = (1.0, 100.0, 1e5), 160, 4
 @cache
 def costs() -> dict[str, dict]:
     """Return the row of `experiments.cohort_squeeze cost` for each of two solvers, against the same runs of LocalGD."""
-    found: dict[str, dict] = {}
-    one, rival = experiment.problem("breast_cancer", SETTINGS), None
+    rows: dict[str, dict] = {}
+    split, rival = problem("breast_cancer", SETTINGS), None
     with TemporaryDirectory() as folder:
         for solver in ("bfgs", "cg"):
             settings = replace(SETTINGS, solver=solver, out=Path(folder))
-            grid = experiment.grid(one, settings, rival)
+            grid = run_grid(split, settings, rival)
             rival = grid.localgd
-            found[solver] = experiment.cost_rows("breast_cancer", grid, settings, 1.0, 0.0)[0]
-    return found
+            rows[solver] = cost_rows("breast_cancer", grid, settings, 1.0, 0.0)[0]
+    return rows
 
 
 @cache
@@ -57,22 +62,21 @@ def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
 
     The objective is least squares with mu/2 |x|^2, whose prox is a linear system.
     """
-    one = experiment.problem("breast_cancer", SETTINGS)
-    A = [one.dataset.features[ids] for ids in one.rows]
+    split = problem("breast_cancer", SETTINGS)
+    A = [split.dataset.features[ids] for ids in split.rows]
     H = np.stack([a.T @ a / len(a) + SETTINGS.mu * np.eye(a.shape[1]) for a in A])
-    pull = np.stack([a.T @ one.dataset.labels[ids] / len(a) for a, ids in zip(A, one.rows)])
-    return quadratic.Quadratic(H, np.linalg.solve(H, pull[..., None])[..., 0]), one.clusters
+    pull = np.stack([a.T @ split.dataset.labels[ids] / len(a) for a, ids in zip(A, split.rows)])
+    return quadratic.Quadratic(H, np.linalg.solve(H, pull[..., None])[..., 0]), split.clusters
 
 
-def exact(oracle, x, budget, tolerance) -> solvers.Result:
+def exact(oracle: solvers.Oracle, x: jax.Array, budget: Any, tolerance: Any) -> solvers.Result:
     """Return the minimizer of a quadratic by one Newton step. The signature is that of a solver of `prox.solvers`."""
-    here = solvers.evaluate(oracle, x)
-    found = x - jnp.linalg.solve(oracle.hessian(x), here.grad)
+    minimizer = x - jnp.linalg.solve(oracle.hessian(x), solvers.evaluate(oracle, x).grad)
     zero = jnp.zeros((), jnp.int32)
-    return solvers.Result(found, zero + 1, zero + 1, jnp.zeros((), x.dtype), zero, zero + 1, zero)
+    return solvers.Result(minimizer, zero + 1, zero + 1, jnp.zeros((), x.dtype), zero, zero + 1, zero)
 
 
-def distances(algorithm, hparams: list) -> np.ndarray:
+def distances(algorithm: Algorithm, hparams: Sequence[Any]) -> np.ndarray:
     """Return |x - x*|^2 on the ridge problem [setting, round], as mean over seeds."""
     problem, _ = ridge()
     optimum = quadratic.optimum(problem).params
@@ -115,13 +119,13 @@ def neighbourhoods() -> Claim:
         for name, (sampling, curves) in proximal().items()
     }
     order = [rows[name][0] for name in ("stratified", "nice", "block")]
-    good = order == sorted(order) and all(found <= bound for found, bound in rows.values())
+    good = order == sorted(order) and all(distance <= bound for distance, bound in rows.values())
     return Claim(
         METHOD,
         "Stratified sampling settles nearest to the optimum",
         "Fig. 5.3, L2262",
         "stratified below nice below block",
-        ", ".join(f"{name} {found:.2e} (bound {bound:.2e})" for name, (found, bound) in rows.items())
+        ", ".join(f"{name} {distance:.2e} (bound {bound:.2e})" for name, (distance, bound) in rows.items())
         + " (ridge regression, exact prox)",
         "reproduced" if good else "differs",
     )
@@ -193,9 +197,9 @@ def against_gradient_methods() -> Claim:
         "Fig. 5.4, L2294",
         "a significantly smaller neighbourhood at gamma = 1",
         f"after {ROUNDS} rounds SPPM-SS {ours:.1e}, "
-        + ", ".join(f"{name} {found:.1e}" for name, found in others.items())
+        + ", ".join(f"{name} {distance:.1e}" for name, distance in others.items())
         + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
-        "reproduced" if all(ours < found for found in others.values()) else "differs",
+        "reproduced" if all(ours < distance for distance in others.values()) else "differs",
     )
 
 
@@ -219,13 +223,13 @@ def averaged_prox() -> Claim:
     H = np.array([[2.0, 1.0], [1.0, 3.0]])
     b, x_t, x_k, alpha, gamma = rng.standard_normal((3, 2))[0], np.array([1.0, 2.0]), np.array([-1.0, 0.5]), 0.3, 0.7
 
-    def prox(step, center):
+    def prox(step: float, center: np.ndarray) -> np.ndarray:
         return np.linalg.solve(H + np.eye(2) / step, b + center / step)
 
     direct = np.linalg.solve(H + np.eye(2) * (1 / gamma + 1 / alpha), b + x_t / gamma + x_k / alpha)
     ours = prox(*theory.two_anchor(alpha, gamma, x_t, x_k))
     printed = prox(alpha * gamma / (alpha + gamma), x_k)
-    error, wrong = (float(np.linalg.norm(found - direct)) for found in (ours, printed))
+    error, wrong = (float(np.linalg.norm(point - direct)) for point in (ours, printed))
     return Claim(
         METHOD,
         "FedAvg-SPPM-AS is FedProx-SPPM-AS",

@@ -44,7 +44,7 @@ def formula() -> Claim:
 
 def scaled_noise() -> Claim:
     one = accounting.calibrate(1.0, DELTA, RATE, ROUNDS)
-    seen = {gamma: accounting.certify(one.noise / gamma, RATE, ROUNDS, DELTA).epsilon for gamma in (0.5, 1.0, 2.0)}
+    seen = {gamma: accounting.guarantee(one.noise / gamma, RATE, ROUNDS, DELTA).epsilon for gamma in (0.5, 1.0, 2.0)}
     return Claim(
         METHOD,
         "Noise of variance sigma^2 is added to the weights, whatever the stepsize",
