@@ -8,7 +8,8 @@ import pytest
 # Small matrices: a second thread only waits, and there are two workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# On Intel CPUs that advertise AMX, torch's bfloat16 products die with an illegal instruction.  It reads this when it is imported.
+# On Intel CPUs that advertise AMX, torch's bfloat16 products die with an illegal instruction.  It reads this when it is
+# imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 import jax
@@ -19,7 +20,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Programs are kept from module to module and from run to run (a folder a worker, since an entry is not written atomically).
+# Programs are kept from module to module and from run to run (a folder a worker, since an entry is not written
+# atomically).
 worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "programs" / worker))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -33,7 +35,8 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
-# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and `pytest -m long`
+# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and `pytest -m
+# long`
 # runs those of LONG only: experiments, notebooks, several processes, fuzzing, networks.
 SLOW = (
     "algorithms/test_fedcr",

@@ -25,7 +25,8 @@ N, D = 8, 11  # eleven coordinates: no number of clients or devices divides it
 class Case(NamedTuple):
     """`ids`, and every leaf of `data` and `per_client`, has one row per client.
 
-    `floating`: how many floating leaves the state has, at least; `silent`: rounds that send nothing are part of the method.
+    `floating`: how many floating leaves the state has, at least; `silent`: rounds that send nothing are part of the
+    method.
     """
 
     name: str

@@ -5,11 +5,10 @@ sweep    several hyperparameters and keys at once: a `vmap` of `run`
 loop     a long run as compiled chunks on the host, with evaluation, tracker, progress and checkpoints in between
 """
 
-from collections import namedtuple
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +159,7 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
 
 @cache
 def _metrics_type(fields: tuple[str, ...]) -> Any:
-    return namedtuple("Metrics", fields)
+    return NamedTuple("Metrics", [(name, Any) for name in fields])
 
 
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:

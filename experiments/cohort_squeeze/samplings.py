@@ -15,6 +15,16 @@ from experiments.ef_bv.runs import load
 from experiments.tables import Column
 
 
+NEIGHBOURHOODS = [
+    Column("data set", "dataset", "13"),
+    Column("sampling", "sampling", "11"),
+    Column("cohort", "size", "6d"),
+    Column("sigma^2", "sigma2", "10.3e"),
+    Column("measured", "neighbourhood", "11.3e"),
+    Column("bound", "bound", "11.3e"),
+]
+
+
 def compare_samplings(settings: Settings) -> list[dict]:
     """Fig. 5.3: four samplings at gamma = 1 with a near-exact prox; measured neighbourhoods beside the bounds.
 
@@ -70,15 +80,7 @@ def compare_samplings(settings: Settings) -> list[dict]:
     axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
     axes[0, 0].legend()
     plots.save(figure, settings.out / "samplings.png")
-    columns = [
-        Column("data set", "dataset", "13"),
-        Column("sampling", "sampling", "11"),
-        Column("cohort", "size", "6d"),
-        Column("sigma^2", "sigma2", "10.3e"),
-        Column("measured", "neighbourhood", "11.3e"),
-        Column("bound", "bound", "11.3e"),
-    ]
-    tables.save(settings.out / "samplings", rows, tables.table(columns, rows))
+    tables.save(settings.out / "samplings", rows, tables.table(NEIGHBOURHOODS, rows))
     return rows
 
 

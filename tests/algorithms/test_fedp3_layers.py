@@ -234,7 +234,8 @@ def test_resnet_18_has_18_layers_in_four_blocks():
 def test_resnet_18_shapes_and_skips():
     module = resnet.ResNet18(classes=3, width=4, groups=2)
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), shapes(module, 8, 8, 3))
-    # With every norm's scale and bias at 0 a block is its skip connection, so blocks 2 to 4 give 0, and the head its bias.
+    # With every norm's scale and bias at 0 a block is its skip connection, so blocks 2 to 4 give 0, and the head its
+    # bias.
     still = jax.tree.map_with_path(lambda path, leaf: leaf * 0 if "norm" in str(path) else leaf, params)
     still["output"]["bias"] = jnp.array([1.0, 2.0, 3.0], jnp.float32)
     out = jax.jit(module.apply)({"params": still}, jnp.ones((2, 8, 8, 3), jnp.float32))

@@ -147,7 +147,8 @@ def test_the_noise_does_not_know_who_owns_the_coordinate(noisy_rounds):
 
 @pytest.mark.parametrize("public", [5, None])
 def test_a_row_more_or_less_does_not_change_the_scale_of_the_noise(public):
-    """5 rows and 4, both with gradient 0: with a public m nothing tells them apart; counted, the noise does (1.99 against 2.49)."""
+    """5 rows and 4, both with gradient 0: with a public m nothing tells them apart; counted, the noise does (1.99
+    against 2.49)."""
     algorithm = ldp_fedp3.ldp_fedp3(weighted, identity(), rows=public)
     stds, hparams = [], ldp_fedp3.HParams(1.0, 1.0, 10.0, 1.0)
     for m in (5, 4):

@@ -113,7 +113,8 @@ def test_four_iterations_are_the_golden_ones(monkeypatch):
 
 
 def box(coins, gamma, alpha, p, members=None):
-    """The thesis's algorithm L1263, with its division by alpha_i: x_i, h_i and the loss at the first x_i of each iteration."""
+    """The thesis's algorithm L1263, with its division by alpha_i: x_i, h_i and the loss at the first x_i of each
+    iteration."""
     x, h = np.tile(START, (N, 1)), np.zeros((N, D))
     a, g = alpha[:, None], gamma[:, None]
     communications = 0

@@ -120,7 +120,8 @@ def test_parameters_may_be_any_tree():
 
 
 def test_masks_are_drawn_by_each_client_and_in_each_round_and_know_nothing_of_the_owners():
-    """fold_in(key, i) = split(key)[i]: with the first keys, client 0's mask would follow the permutation of the sketch."""
+    """fold_in(key, i) = split(key)[i]: with the first keys, client 0's mask would follow the permutation of the
+    sketch."""
 
     def draw(key):
         mask = sketched.uniform(0.5).mask(sketched.use_key(jax.random.fold_in(key, 0), 2), 8)

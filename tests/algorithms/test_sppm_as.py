@@ -284,7 +284,8 @@ def test_theoretical_stepsizes_contract_and_are_those_of_the_papers():
 
 
 def test_residuals_certify_prox_errors_that_keep_the_inexact_bound():
-    """The residual of every round -> b of squared_prox_error -> inexact_bound: E |x_T - x*|^2 over 200 runs stays under it."""
+    """The residual of every round -> b of squared_prox_error -> inexact_bound: E |x_T - x*|^2 over 200 runs stays
+    under it."""
     sampling, gamma, T = samplings.stratified(np.arange(N).reshape(4, 2)), 0.5, 6
     algorithm = sppm_as.sppm_as(
         quadratic.loss, sampling, lambda hparams: solvers.gradient_descent(3.0 + 1 / hparams.gamma)

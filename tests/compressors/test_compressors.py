@@ -146,7 +146,8 @@ def test_m_nice_of_biased_or_joint_compressors_keeps_its_constants(inner, m):
 
 
 def test_m_nice_of_a_biased_compressor_is_exact_where_the_compressor_does_not_shrink():
-    # C = 2x/2... top-1 at x = e_1 is the identity, so only (1+eta)^2 is slack: omega - (n/m-1)((1+eta)^2 - 1) is measured.
+    # C = 2x/2... top-1 at x = e_1 is the identity, so only (1+eta)^2 is slack: omega - (n/m-1)((1+eta)^2 - 1) is
+    # measured.
     compressor, xs = m_nice(1, top_k(1)), np.eye(3)[[0, 0, 0]]
     eta, omega, _ = compressor.constants(3, 3)
     assert eta == pytest.approx(math.sqrt(2 / 3), rel=1e-12) and omega == pytest.approx(2 * (1 + eta) ** 2, rel=1e-12)

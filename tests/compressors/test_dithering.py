@@ -125,7 +125,8 @@ def test_half_precision_is_rounded_without_bias_and_does_not_overflow(dtype, nor
     keys = jax.random.split(jax.random.key(0), samples)
     values = jax.jit(jax.vmap(lambda key: dithering(1, norm).compress(key, x).value))(keys).astype(jnp.float64)
     assert values.shape == (samples, d) and bool(jnp.all(jnp.isfinite(values)))
-    # Each small entry is the norm with probability 0.0005 and 0 otherwise: over 102,000 draws its mean has a deviation of 14 %.
+    # Each small entry is the norm with probability 0.0005 and 0 otherwise: over 102,000 draws its mean has a deviation
+    # of 14 %.
     assert 0.4 < float(values[:, 1:].mean()) / 0.5 < 1.6
 
 

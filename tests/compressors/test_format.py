@@ -1,4 +1,5 @@
-"""`check` passes every compressor of the package in every precision, and refuses one that is broken in any of its ways."""
+"""`check` passes every compressor of the package in every precision, and refuses one that is broken in any of its
+ways."""
 
 import jax
 import jax.numpy as jnp

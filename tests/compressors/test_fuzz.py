@@ -131,7 +131,8 @@ def test_a_thousand_damaged_messages_leave_no_memory_behind(name):
 
 
 def layers_of_fedp3():
-    """What client 1 is sent, pruned by magnitude so that positions travel too, and what client 0 sends; with their readers"""
+    """What client 1 is sent, pruned by magnitude so that positions travel too, and what client 0 sends; with their
+    readers"""
     rng = np.random.default_rng(2)
     params = {
         "a": {"kernel": jnp.asarray(rng.standard_normal((6, 5)))},

@@ -2,7 +2,8 @@
 
 python -m tests.core.kills FOLDER KILLS [JOB...]            prints a report; `test_kill` runs it with few kills
 
-This process imports everything and never starts a JAX backend, so that it has one thread and a fork of it is as good as a new process.
+This process imports everything and never starts a JAX backend, so that it has one thread and a fork of it is as good
+as a new process.
 """
 
 import json

@@ -65,7 +65,10 @@ def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_pat
         assert not living.exists()
 
 
-LOCKED = "from commjax.core import files; import sys, time\nwith files.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
+LOCKED = (
+    "from commjax.core import files; import sys, time\n"
+    "with files.writing(sys.argv[1]):\n print(1, flush=True); time.sleep(60)"
+)
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_path):

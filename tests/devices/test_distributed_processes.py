@@ -43,7 +43,8 @@ def test_a_process_that_is_alone_on_its_host_has_all_its_devices(environ, alone)
 
 def test_under_slurm_a_task_a_node_sees_all_gpus_and_a_task_a_gpu_its_own():
     code = (
-        "from commjax.devices import hosts; hosts.start(timeout=20); from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
+        "from commjax.devices import hosts; hosts.start(timeout=20); "
+        "from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
         "print(CUDA_VISIBLE_DEVICES.value)"
     )
     quiet = {

@@ -1,4 +1,5 @@
-"""A cohort of many clients: the trajectory of the whole simulation, in memory that does not grow with the number of clients."""
+"""A cohort of many clients: the trajectory of the whole simulation, in memory that does not grow with the number of
+clients."""
 
 import contextlib
 import time

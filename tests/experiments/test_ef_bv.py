@@ -107,7 +107,8 @@ def test_ablations_and_stepsizes_draw_their_figures(settings, monkeypatch):
     real, runs = ef_bv.compare, []
 
     def first_only(problem, k, settings, label, *, k_top=None):
-        """The curves of the first run for all of them, each with its own prediction: eleven programs would prove no more."""
+        """The curves of the first run for all of them, each with its own prediction: eleven programs would prove no
+        more."""
         runs.append(runs[0] if runs else real(problem, k, settings, label, k_top=k_top))
         compressor = ef_bv_runs.compressors.rounded(ef_bv_runs.compressors.comp(k, k_top or problem.d // 2))
         predicted = ef_bv_runs.predicted_ratio(compressor.constants(problem.d, len(problem.data.labels)))

@@ -1,4 +1,5 @@
-"""The accountants: the exact Gaussian mechanism, Renyi against loss distributions, calibration, capacity, bad arguments."""
+"""The accountants: the exact Gaussian mechanism, Renyi against loss distributions, calibration, capacity, bad
+arguments."""
 
 import math
 import sys

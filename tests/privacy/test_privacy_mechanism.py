@@ -66,7 +66,8 @@ def test_half_precision_is_clipped_in_single():
 
 @pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
 def test_one_row_moves_the_mean_by_the_sensitivity_and_not_more(relation):
-    """Every data set of three rows over a grid, every neighbour, every batch: sums are divided by a fixed b (F17, F18)."""
+    """Every data set of three rows over a grid, every neighbour, every batch: sums are divided by a fixed b (F17,
+    F18)."""
     C, b = 1.5, 2.0
     values = np.array([-4.0, -1.5, 0.5, 3.0])
     sums = {}

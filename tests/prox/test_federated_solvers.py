@@ -59,7 +59,8 @@ GENTLE = {
 
 
 def test_a_gradient_that_grows_first_does_not_freeze_the_solvers_of_networks():
-    """cos(pi x) falls ever more steeply from 0.05 to 0.5: the start has the smallest gradient, and every round has to leave it."""
+    """cos(pi x) falls ever more steeply from 0.05 to 0.5: the start has the smallest gradient, and every round has to
+    leave it."""
 
     def value_and_grad(x):
         return jnp.sum(jnp.cos(jnp.pi * x)), -jnp.pi * jnp.sin(jnp.pi * x)

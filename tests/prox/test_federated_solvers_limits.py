@@ -35,7 +35,8 @@ LOCAL = [name for name in SOLVERS if name not in ("adam", "apollo", "oasis")]
 each = pytest.mark.parametrize("name", SOLVERS)
 
 
-# What |grad F| each gets to, and how: exactly, or to a neighbourhood of its stepsize (clients apart: of their disagreement too).
+# What |grad F| each gets to, and how: exactly, or to a neighbourhood of its stepsize (clients apart: of their
+# disagreement too).
 LIMITS = {"fed_lamb": 0.3, "adam": 1e-3, "fed_adam_adam": 0.3}
 
 
@@ -124,7 +125,8 @@ def test_stepsizes_and_steps_may_be_traced_so_that_a_grid_is_one_program():
 @each
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
 def test_any_gamma_gives_finite_points(name, dtype):
-    """The prox term alone has curvature 1/gamma: too much for a rate may end the run, and never gives what is not finite."""
+    """The prox term alone has curvature 1/gamma: too much for a rate may end the run, and never gives what is not
+    finite."""
     for gamma in (1e-3, 1e5):
         result = _at_gamma(name, jnp.asarray(gamma, dtype))
         assert np.all(np.isfinite(result.params)) and np.isfinite(result.residual)

@@ -132,7 +132,8 @@ def test_gamma_from_a_thousandth_to_a_hundred_thousand_neither_overflows_nor_sta
         result = run(name, "logistic", gamma, 600, 0.0, start=far, dtype=dtype)
         assert result.params.dtype == result.residual.dtype == dtype
         assert np.all(np.isfinite(result.params)) and np.isfinite(result.residual)
-        # Rounding leaves |grad| at about eps |x| (L + 1/gamma); a line search may stop where F no longer changes, at its root.
+        # Rounding leaves |grad| at about eps |x| (L + 1/gamma); a line search may stop where F no longer changes, at
+        # its root.
         eps = np.finfo(dtype).eps
         floor = (np.sqrt(eps) if name in ("cg", "bfgs", "lbfgs") else 100 * eps) * (SMOOTH["logistic"] + 1 / gamma)
         assert float(result.residual) <= floor, (gamma, result.residual, floor)

@@ -1,4 +1,5 @@
-"""Pruning from disk to disk holds a block, not the model: a small one always, and, with COMMJAX_LARGE=1 (minutes, 8 GB of disk), one
+"""Pruning from disk to disk holds a block, not the model: a small one always, and, with COMMJAX_LARGE=1 (minutes, 8 GB
+of disk), one
 of 1.3 billion parameters in less than 3 GB."""
 
 import os
@@ -82,7 +83,8 @@ def blocks(count):
 
 @LINUX
 def test_more_blocks_take_no_more_memory(tmp_path):
-    """What the first pruning needs (libraries, programs, one block) is there before the second, of eight times the blocks."""
+    """What the first pruning needs (libraries, programs, one block) is there before the second, of eight times the
+    blocks."""
     write(tmp_path / "few", blocks(2))
     size = 4 * write(tmp_path / "many", blocks(16))
     first, then = peaks(tmp_path / "few", tmp_path / "many")

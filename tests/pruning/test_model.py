@@ -144,7 +144,8 @@ def test_all_blocks_share_one_program(tmp_path):
 
 
 def test_owl_is_refused_up_front_only_where_no_outliers_could_bring_it_into_range(tmp_path):
-    """Three blocks: the mean r of their scaled ratios is in 1/3..2/3, sparsities in s - 2 spread (1 - r)..s + 2 spread r."""
+    """Three blocks: the mean r of their scaled ratios is in 1/3..2/3, sparsities in s - 2 spread (1 - r)..s + 2 spread
+    r."""
     model, _ = llm.load(models.folder(tmp_path / "source"))
     for sparsity in (0.07, 0.93):
         recipes.check(WANDA._replace(sparsity=sparsity, spread=0.1), model)

@@ -1,4 +1,5 @@
-"""LDP-FedP3's theorem, T55 and T56: exact expectations over every batch, every owner and points with the noise's moments."""
+"""LDP-FedP3's theorem, T55 and T56: exact expectations over every batch, every owner and points with the noise's
+moments."""
 
 import itertools
 import json
@@ -67,7 +68,8 @@ def test_poisson_sampling_has_the_variance_of_the_lemma_and_a_fixed_batch_does_n
 
 
 def private_moments(monkeypatch, w, data, hparams):
-    """(chance, w+) over every batch of two clients with two rows, both owners, and points with the moments of the noise."""
+    """(chance, w+) over every batch of two clients with two rows, both owners, and points with the moments of the
+    noise."""
     n, m, d = data["a"].shape
     box = {}
     monkeypatch.setattr(mechanism, "poisson", lambda key, rate, rows: box["came"][box["id"]])

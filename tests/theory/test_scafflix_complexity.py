@@ -1,4 +1,5 @@
-"""Scafflix's corollaries and lemmas: how communication grows, the stepsizes for an accuracy, the constants of FLIX functions."""
+"""Scafflix's corollaries and lemmas: how communication grows, the stepsizes for an accuracy, the constants of FLIX
+functions."""
 
 from itertools import product
 

@@ -1,4 +1,5 @@
-"""SPPM-AS's theorems on samplings, T37-T42: nice, block and stratified sampling over every clustering, and counterexamples."""
+"""SPPM-AS's theorems on samplings, T37-T42: nice, block and stratified sampling over every clustering, and
+counterexamples."""
 
 from itertools import combinations
 
@@ -86,7 +87,8 @@ def test_on_the_best_clusters_stratified_beats_nice_which_beats_block(b, m, coun
         T = squares(a).mean()
         clusterings = list(every_clustering(tuple(range(b * m)), m))
         assert len(clusterings) == count
-        # Closed forms of P6; a sampling is built for some of the clusterings only, because under type checks that is slow.
+        # Closed forms of P6; a sampling is built for some of the clusterings only, because under type checks that is
+        # slow.
         sums = np.array([[a[ids].sum(axis=0) for ids in clusters] for clusters in clusterings])
         BS = np.sum(sums**2, axis=(1, 2)) * b / (b * m) ** 2
         spread = [[m * squares(a[ids] - a[ids].mean(axis=0)).sum() for ids in clusters] for clusters in clusterings]

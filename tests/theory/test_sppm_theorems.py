@@ -1,4 +1,5 @@
-"""SPPM-AS's theorems, T30-T36: exact expectations over every cohort, with exact proxes of quadratics; costs, bad input."""
+"""SPPM-AS's theorems, T30-T36: exact expectations over every cohort, with exact proxes of quadratics; costs, bad
+input."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""SymWanda's theorems, T60-T69: identities at every weight of random matrices; the false one corrected, with its counterexample."""
+"""SymWanda's theorems, T60-T69: identities at every weight of random matrices; the false one corrected, with its
+counterexample."""
 
 import math
 

@@ -232,7 +232,7 @@ def theoretical(L: np.ndarray, rounds: int) -> HParams:
     >>> theoretical(np.array([2.0, 8.0]), 10)
     HParams(gamma=0.05)
     """
-    L = np.asarray(L, np.float64)
-    if rounds < 1 or not np.all(L > 0):
-        raise ValueError(f"rounds={rounds}, L={L}; allowed: at least 1 round, positive constants")
-    return HParams(theory.aggregation_stepsize(L, rounds))
+    smoothness = np.asarray(L, np.float64)
+    if rounds < 1 or not np.all(smoothness > 0):
+        raise ValueError(f"rounds={rounds}, L={smoothness}; allowed: at least 1 round, positive constants")
+    return HParams(theory.aggregation_stepsize(smoothness, rounds))
