@@ -14,7 +14,6 @@ from experiments.cohort_squeeze.runs import Settings, problem, sppm, sweep
 from experiments.ef_bv.runs import load
 from experiments.tables import Column
 
-
 NEIGHBOURHOODS = [
     Column("data set", "dataset", "13"),
     Column("sampling", "sampling", "11"),

@@ -96,7 +96,8 @@ def test_a_step_descends_the_loss_written_out():
 
 
 def sharp():
-    """Deviations of about 0.05 where the class distributions are 3 away: the divergence has gradients in the hundreds."""
+    """Deviations of about 0.05 where the class distributions are 3 away: the divergence has gradients in the
+    hundreds."""
     body = jnp.concatenate([PARAMS["body"][:, :Z], jnp.zeros((D, Z))], axis=1)
     bias = fedcr.Network(
         lambda body, x: fedcr.gaussian(x @ body - jnp.array([[0.0] * Z + [3.0] * Z])), network().head, CLASSES, Z

@@ -1,4 +1,5 @@
-"""FedP3 on payloads: every way to prune, to train and to join is the simulation's, bit for bit, at the ledger's price."""
+"""FedP3 on payloads: every way to prune, to train and to join is the simulation's, bit for bit, at the ledger's
+price."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""What SPPM-AS pays: bits through hubs, vectors of its solvers, the ledger's cost, memory, and where it does not run."""
+"""What SPPM-AS pays: bits through hubs, vectors of its solvers, the ledger's cost, memory, and where it does not
+run."""
 
 import jax
 import jax.numpy as jnp

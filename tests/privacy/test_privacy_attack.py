@@ -68,7 +68,8 @@ def test_the_attack_catches_a_broken_mechanism(relation, monkeypatch):
 
 
 def test_the_attack_reaches_what_several_clients_send():
-    """Two clients, the second without a canary: what is clipped is what is sent, and the whole of epsilon is at stake."""
+    """Two clients, the second without a canary: what is clipped is what is sent, and the whole of epsilon is at
+    stake."""
     certificate = guarantee(1.0, 0.4, 2, 0.1)
     found = private_training.audit(KEY, certificate, 2000, n=2)
     assert 0.3 < found < certificate.epsilon

@@ -183,7 +183,8 @@ def test_only_members_of_a_block_are_counted_where_blocks_have_unequal_sizes():
 
 @pytest.mark.parametrize("hub", [None, jnp.array([0, 1, 0])], ids=["flat", "hubs"])
 def test_the_oracle_of_the_prox_and_each_client_s_part_are_the_formula(hub):
-    """F = sum_i w_i f_i + |x - center|^2 / (2 gamma), and F = sum_i (w_i / w) F_i with F_i = w f_i + the same square."""
+    """F = sum_i w_i f_i + |x - center|^2 / (2 gamma), and F = sum_i (w_i / w) F_i with F_i = w f_i + the same
+    square."""
     rng = np.random.default_rng(3)
     A, center, x = rng.standard_normal((3, 4, 4)), rng.standard_normal(4), rng.standard_normal(4)
     H, w, gamma = A @ A.transpose(0, 2, 1), np.array([0.5, 0.0, 1.2]), 0.7

@@ -152,7 +152,8 @@ def test_local_newton_is_exact_when_clients_agree():
 
 
 def test_local_newton_goes_towards_the_mean_of_the_clients_own_proxes_as_far_as_f_falls():
-    """On quadratics the mean y of the clients' minimisers is where every direction points, and nothing beats it there."""
+    """On quadratics the mean y of the clients' minimisers is where every direction points, and nothing beats it
+    there."""
     minimisers = [np.linalg.solve(H + np.eye(D) / 5, H @ c + CENTER / 5) for H, c in zip(QUADRATIC.H, QUADRATIC.c)]
     y, x = WEIGHTS @ np.stack(minimisers), np.asarray(CENTER)
 

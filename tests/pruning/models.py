@@ -1,4 +1,5 @@
-"""Small random models, their folders and calibration windows, for the tests of streaming, command line and zero-shot."""
+"""Small random models, their folders and calibration windows, for the tests of streaming, command line and zero-
+shot."""
 
 import hashlib
 import struct

@@ -45,7 +45,8 @@ def released(pruned, M, G, wanda, *, cycles=50, threshold=0.1, same_sign=False):
 
 
 def released_n_m(pruned, M, G, scores, *, m, cycles=50, threshold=0.1):
-    """The released N:M code, on [out, in]: the same grow pointers; the least score of the group, which is then spent."""
+    """The released N:M code, on [out, in]: the same grow pointers; the least score of the group, which is then
+    spent."""
     pruned, rows, inputs = pruned.copy(), np.arange(len(M)), M.shape[1]
     grow_list = np.argsort(np.where(pruned, G, 0), axis=1, kind="stable")
     left = np.where(pruned, np.inf, scores)
