@@ -80,9 +80,14 @@ def _sweep_rounds(
             return _sweep_rounds(keys, algorithm, hparams, states, data, num_rounds, batch_fn=batch_fn, at_once=at_once)
 
         split = P(AXIS)
-        specs = {"in_specs": (P(), split, split, P()), "out_specs": split}
-        # There are no collectives, so there is nothing that `check_vma` could check.
-        return jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(keys, hparams, states, data)
+        mapped = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(P(), split, split, P()),
+            out_specs=split,
+            check_vma=False,  # there are no collectives
+        )
+        return mapped(keys, hparams, states, data)
     ids = states.clients.id[0, 0]
 
     def setting_run(key: Key, hparams: Any, state: State, round: Array, length: int) -> tuple[State, Any]:

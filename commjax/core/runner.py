@@ -160,7 +160,7 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
 
 @cache
 def _metrics_type(fields: tuple[str, ...]) -> Any:
-    return namedtuple("Metrics", fields)
+    return namedtuple("Metrics", fields)  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
