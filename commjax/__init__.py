@@ -5,7 +5,8 @@
     cj.algorithms      ef_bv, scafflix, fedp3, sppm_as and their baselines
     cj.compressors     top_k, rand_k, comp, natural, ... with constants and wire formats
     cj.sampling        samplings of the clients that take part in a round
-    cj.core            State, Algorithm, run, sweep, loop, checkpoints, records
+    cj.run, cj.sweep, cj.loop    many rounds, on one device, several, or several hosts
+    cj.core            State, Algorithm, rounds, checkpoints, records, trackers
     cj.devices         several devices, several hosts, clients in host memory
     cj.federation      a server and clients that exchange bytes; Flower
     cj.pruning         SymWanda's scores, masks and R^2-DSnoT

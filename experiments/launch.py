@@ -81,7 +81,7 @@ def join(settings: Settings) -> None:
         start()
 
 
-def smoothness(dataset: Dataset, own: Rows, n: int, mu: float) -> Smoothness:
+def smoothness(dataset: Dataset, local: Rows, n: int, mu: float) -> Smoothness:
     """Compute the L_i of the local clients and gather those of all processes.
 
     The returned L is L_tilde, an upper bound of the exact L. The exact L would need the rows of all clients. A sum over
@@ -89,11 +89,11 @@ def smoothness(dataset: Dataset, own: Rows, n: int, mu: float) -> Smoothness:
 
     Args:
         dataset: The data set with the local rows.
-        own: The rows of each local client.
+        local: The rows of each local client.
         n: Number of clients in all processes.
         mu: Strength of the regularizer.
     """
-    mine = logistic.constants(dataset, own, mu).L_i
+    mine = logistic.constants(dataset, local, mu).L_i
     return constants.smoothness(np.asarray(multihost_utils.process_allgather(mine, tiled=True))[:n], mu=mu)
 
 
@@ -108,8 +108,7 @@ def main(settings: Settings) -> None:
     algorithm = ef_bv.ef_bv(jax.value_and_grad(partial(logistic.loss, mu=settings.mu)), compressor)
 
     # Every process pads to the longest part of all processes, so that the shapes agree.
-    own = stacked.stack(dataset, mine, longest)
-    data = hosts.rows(own, n, mesh)
+    data = hosts.rows(stacked.stack(dataset, mine, longest), n, mesh)
     state = hosts.init(algorithm, np.zeros(d), n, mesh)
     state, record = runner.loop(
         jax.random.key(settings.seed),
@@ -134,9 +133,9 @@ def main(settings: Settings) -> None:
 
 def free_port() -> int:
     """Return a TCP port of this machine that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def command(settings: Settings) -> list[str]:
@@ -148,7 +147,7 @@ def command(settings: Settings) -> list[str]:
     return words
 
 
-def here(settings: Settings) -> int:
+def start_local(settings: Settings) -> int:
     """Start `local` processes on this machine and wait for them.
 
     If a process fails, the others end within the heartbeat; 15 seconds later they are killed. SIGTERM and SIGINT are
@@ -174,21 +173,21 @@ def here(settings: Settings) -> int:
 
     def pass_on(signum: int, frame: object) -> None:
         received.append(signum)
-        for one in running:
-            one.send_signal(signum)
+        for process in running:
+            process.send_signal(signum)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as in the processes
             signal.signal(number, pass_on)
     deadline = None
-    while any(one.poll() is None for one in running):
-        if deadline is None and any(one.returncode for one in running):
+    while any(process.poll() is None for process in running):
+        if deadline is None and any(process.returncode for process in running):
             deadline = time.monotonic() + settings.heartbeat + 15
         if deadline is not None and time.monotonic() > deadline:
-            for one in running:
-                one.kill()
+            for process in running:
+                process.kill()
         time.sleep(0.1)
-    failed = {i: one.returncode for i, one in enumerate(running) if one.returncode}
+    failed = {i: process.returncode for i, process in enumerate(running) if process.returncode}
     if failed:
         resume = f"; the same command goes on from {Path(settings.checkpoint)}" if settings.checkpoint else ""
         print(f"launch: processes ended with {failed}{resume}", file=sys.stderr)
@@ -200,5 +199,5 @@ def here(settings: Settings) -> int:
 if __name__ == "__main__":
     chosen = tyro.cli(Settings)
     if chosen.local:
-        sys.exit(here(chosen))
+        sys.exit(start_local(chosen))
     main(chosen)

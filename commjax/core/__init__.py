@@ -8,9 +8,18 @@ compression    Message, Compressor
 round_keys     the keys of a round
 rounds         one round; `federated` makes an Algorithm of a client step and a server step
 local          minibatches and gradient steps of one client
+batches        the data of a round
 runner         run, sweep, loop
-checkpoint     files from which a run continues, written atomically
+compiled       the compiled programs of runs and sweeps
+loop           the only host loop: `drive`
+chunked        the job of `runner.loop`: placement, identity and checkpoint of a run in chunks
+placement      where the state of a run lives: one device, clients or settings split over a mesh
+shards         rows of clients on a mesh: padding, `shard_map`, arrays of several processes
+checkpoint     files from which a run continues
+identity       what must be the same for a checkpoint to be continued
+files          files that are written atomically, by one process at a time
 records        settings, metrics and bits of a run
+trackers       pass the numbers of each round on, such as to a file of JSON lines
 conventions    bits that other papers count for a message
 checks         validation of arguments
 signals        hold SIGTERM and SIGINT back until a checkpoint is written
@@ -25,39 +34,57 @@ from commjax.core.lazy import submodules
 if TYPE_CHECKING:
     from commjax.core import (
         base,
+        batches,
         checkpoint,
         checks,
+        chunked,
         cohorts,
         communication,
+        compiled,
         compression,
         conventions,
+        files,
+        identity,
         local,
+        loop,
+        placement,
         progress,
         records,
         robust,
         round_keys,
         rounds,
         runner,
+        shards,
         signals,
+        trackers,
         tree,
     )
 
 __all__ = [
     "base",
+    "batches",
     "checkpoint",
     "checks",
+    "chunked",
     "cohorts",
     "communication",
+    "compiled",
     "compression",
     "conventions",
+    "files",
+    "identity",
     "local",
+    "loop",
+    "placement",
     "progress",
     "records",
     "robust",
     "round_keys",
     "rounds",
     "runner",
+    "shards",
     "signals",
+    "trackers",
     "tree",
 ]
 

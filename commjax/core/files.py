@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def _acquire(lock: Path, path: Path) -> int | None:
 
 
 @contextmanager
-def writing(path: str | Path | None, lock: bool = True) -> Iterator[signals.Deferred]:
+def writing(path: str | Path | None, lock: bool = True) -> Generator[signals.Deferred, None, None]:
     """Be the only writer of a checkpoint, and hold SIGTERM and SIGINT back until it is written.
 
     The lock is on a file `.NAME.lock` beside the checkpoint.  It ends with the process, even if that is killed; a lock
@@ -142,7 +142,7 @@ def writing(path: str | Path | None, lock: bool = True) -> Iterator[signals.Defe
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None, None, None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
     handle = _acquire(lock, path)

@@ -3,14 +3,14 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 
 @contextmanager
 def progress_bar(
     label: str, total: int, done: int = 0, enabled: bool = True
-) -> Iterator[Callable[[int, dict[str, float]], None]]:
+) -> Generator[Callable[[int, dict[str, float]], None], None, None]:
     """Show a progress bar on stderr.
 
     Args:

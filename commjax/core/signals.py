@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,7 @@ class Deferred:
 
 
 @contextmanager
-def deferred() -> Iterator[Deferred]:
+def deferred() -> Generator[Deferred, None, None]:
     """Hold SIGTERM and SIGINT back until `Deferred.act` is called or the block ends.
 
     A second signal acts immediately.  Only Python's main thread may handle signals: in another thread nothing changes.

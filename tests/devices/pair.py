@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 
+from commjax.core import runner
 from commjax.devices import hosts
 from commjax.devices.mesh import client_mesh
 

@@ -79,9 +79,9 @@ def test_two_ways_to_find_the_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cluster and coordinator='a:1': allowed is one of them"):
         launch.join(settings(tmp_path, cluster=True, coordinator="a:1"))
     with pytest.raises(ValueError, match=r"local must be at least 1 process .*got -1"):
-        launch.here(settings(tmp_path, local=-1))
+        launch.start_local(settings(tmp_path, local=-1))
     with pytest.raises(ValueError, match="neither cluster nor coordinator"):
-        launch.here(settings(tmp_path, local=2, cluster=True))
+        launch.start_local(settings(tmp_path, local=2, cluster=True))
 
 
 def test_an_unreachable_coordinator_is_named_after_the_time_out():
