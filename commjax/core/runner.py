@@ -5,10 +5,11 @@ sweep    several hyperparameters and keys at once: a `vmap` of `run`
 loop     a long run as compiled chunks on the host, with evaluation, tracker, progress and checkpoints in between
 """
 
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
 
 @cache
 def _metrics_type(fields: tuple[str, ...]) -> Any:
-    return NamedTuple("Metrics", [(name, Any) for name in fields])
+    return namedtuple("Metrics", fields)  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) -> Algorithm:
@@ -184,7 +185,7 @@ def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) 
     return algorithm._replace(step=step)
 
 
-def stack(trees: list[Any]) -> Any:
+def stack(trees: Sequence[Any]) -> Any:
     """Stack pytrees of equal structure along a new leading axis, for `sweep`.
 
     Args:

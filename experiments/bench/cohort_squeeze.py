@@ -88,7 +88,7 @@ def ours(
 
 def _objective(
     z: np.ndarray, *, A: np.ndarray, w: np.ndarray, total: float, center: np.ndarray, gamma: float
-) -> tuple[float, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return value and gradient of a cohort's prox objective: rows A with weights w, and mu = 0.1 times `total`."""
     margin, away = A @ z, z - center
     small = np.exp(-np.abs(margin))

@@ -71,6 +71,7 @@ def ridge() -> tuple[quadratic.Quadratic, list[np.ndarray]]:
 
 def exact(oracle: solvers.Oracle, x: jax.Array, budget: Any, tolerance: Any) -> solvers.Result:
     """Return the minimizer of a quadratic by one Newton step. The signature is that of a solver of `prox.solvers`."""
+    assert oracle.hessian is not None
     minimizer = x - jnp.linalg.solve(oracle.hessian(x), solvers.evaluate(oracle, x).grad)
     zero = jnp.zeros((), jnp.int32)
     return solvers.Result(minimizer, zero + 1, zero + 1, jnp.zeros((), x.dtype), zero, zero + 1, zero)
