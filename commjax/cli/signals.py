@@ -19,7 +19,7 @@ class Signalled(BaseException):
         text: Message for the user.
     """
 
-    def __init__(self, number: int, text: str = "stopped; the same command again continues or begins anew"):
+    def __init__(self, number: int, text: str = "stopped; the same command again continues or begins anew") -> None:
         super().__init__(text)
         self.number, self.text = number, text
 

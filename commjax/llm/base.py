@@ -126,7 +126,7 @@ def init(key: Key, model: Model, dtype: DTypeLike = jnp.float32, scale: float = 
     """
     outer = init_layers(jax.random.fold_in(key, 0), model.outer_shapes, dtype, scale)
     keys = (jax.random.fold_in(key, i + 1) for i in range(model.config.num_hidden_layers))
-    return Params(outer, tuple(init_layers(one, model.block_shapes, dtype, scale) for one in keys))
+    return Params(outer, tuple(init_layers(block_key, model.block_shapes, dtype, scale) for block_key in keys))
 
 
 def init_layers(key: Key, shapes: Shapes, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Layers:

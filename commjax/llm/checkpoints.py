@@ -55,40 +55,40 @@ def open_folder(folder: str | os.PathLike, *, finite: bool = False) -> Checkpoin
     folder = Path(folder)
     model = architectures.model(configs.load(folder))
     headers = {path: _header(path) for path in _files(folder)}
-    found: dict[str, tuple[Path, str]] = {}
+    places: dict[str, tuple[Path, str]] = {}
     for path, header in headers.items():
         for stored in header:
             name = _canonical(stored)
-            if name in found:
+            if name in places:
                 raise ValueError(
-                    f"{folder}: tensor {stored!r} is in {found[name][0].name} and in {path.name}; allowed: once"
+                    f"{folder}: tensor {stored!r} is in {places[name][0].name} and in {path.name}; allowed: once"
                 )
-            found[name] = path, stored
-    _check_index(folder, {stored: path for path, stored in found.values()})
+            places[name] = path, stored
+    _check_index(folder, {stored: path for path, stored in places.values()})
 
     wanted = names.tensor_shapes(model)
-    tied = "lm_head.weight" in found and model.config.tie_word_embeddings
+    tied = "lm_head.weight" in places and model.config.tie_word_embeddings
     extra = [
         name
-        for name in found
+        for name in places
         if name not in wanted and not _DERIVED.fullmatch(name) and not (tied and name == "lm_head.weight")
     ]
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in places]
     for what, some in (("missing", missing), ("extra", extra)):
         if some:
             raise ValueError(
                 f"{folder}: {len(some)} {what} tensors, first {sorted(some)[0]!r}; allowed: those of config.json"
             )
     for name, shape in wanted.items():
-        path, stored = found[name]
+        path, stored = places[name]
         given, dtype = headers[path][stored]
         if given != shape:
             raise ValueError(f"{folder}: {name} has shape {list(given)}; allowed by config.json: {list(shape)}")
         if dtype not in _DTYPES:
             raise ValueError(f"{folder}: {name} has dtype {dtype}; allowed: {', '.join(_DTYPES)}")
-    checkpoint = Checkpoint(folder, model, {name: found[name] for name in wanted})
+    checkpoint = Checkpoint(folder, model, {name: places[name] for name in wanted})
     if tied:
-        _check_tied(checkpoint, found["lm_head.weight"])
+        _check_tied(checkpoint, places["lm_head.weight"])
     if finite:
         _check_finite(checkpoint)
     return checkpoint
@@ -169,21 +169,21 @@ def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.is_file():
         raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}; allowed: weights in safetensors")
-    found = bounded.read_json(path)
-    if not isinstance(found, dict) or "weight_map" not in found:
+    index = bounded.read_json(path)
+    if not isinstance(index, dict) or "weight_map" not in index:
         raise ValueError(f"{path} has no weight_map; allowed: an object with one")
-    files = found["weight_map"]
+    files = index["weight_map"]
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path}: weight_map={files!r}; allowed: an object, tensor -> file")
     return files
 
 
-def _check_index(folder: Path, found: dict[str, Path]) -> None:
+def _check_index(folder: Path, paths: dict[str, Path]) -> None:
     if (folder / WEIGHTS).is_file():
         return
     said = _index(folder)
-    for name in sorted({*said, *found}):
-        held = found[name].name if name in found else "no file"
+    for name in sorted({*said, *paths}):
+        held = paths[name].name if name in paths else "no file"
         if said.get(name) != held:
             raise ValueError(
                 f"{folder / INDEX}: {name!r} is in {said.get(name, 'no file')}, but {held} has it; allowed: agreement"
@@ -196,7 +196,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
-            return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
 
@@ -213,11 +213,11 @@ def _get(places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[str, np.ndarr
 
 def _read(checkpoint: Checkpoint, shapes: Shapes, prefixes: Mapping[str, str]) -> Layers:
     leaves = names.leaves(shapes, prefixes)
-    found: Layers = {layer: {} for layer in shapes}
+    layers: Layers = {layer: {} for layer in shapes}
     for name, tensor in _get({name: checkpoint.tensors[name] for name in leaves}):
         layer, kind = leaves[name]
-        found[layer][kind] = jnp.asarray(tensor.T if kind == "kernel" else tensor)
-    return found
+        layers[layer][kind] = jnp.asarray(tensor.T if kind == "kernel" else tensor)
+    return layers
 
 
 def _check_tied(checkpoint: Checkpoint, head: tuple[Path, str]) -> None:

@@ -198,7 +198,7 @@ def _dtype(name: str, tensor: np.ndarray) -> tuple[str, str]:
     for pair in _DTYPES:
         if pair[0] == str(tensor.dtype):
             return pair
-    raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(one for one, _ in _DTYPES)}")
+    raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(dtype for dtype, _ in _DTYPES)}")
 
 
 @contextmanager

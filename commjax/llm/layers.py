@@ -169,7 +169,9 @@ def attention(
     kv = k.shape[2]
     step = max(64, -(-time // 4))
 
-    def part(start: int, q, k, v):
+    def part(
+        start: int, q: Float[Array, "g t d"], k: Float[Array, "t d"], v: Float[Array, "t d"]
+    ) -> Float[Array, "g s d"]:
         """Attend from `step` queries to the keys up to the last. Four parts do 5/8 of the work and fit the cache."""
         end = min(start + step, time)
         scores = jnp.einsum("gqd,kd->gqk", q[:, start:end], k[:end], preferred_element_type=jnp.float32) * size**-0.5
@@ -177,13 +179,13 @@ def attention(
         weights = jax.nn.softmax(jnp.where(before, scores, -jnp.inf), axis=-1)
         return jnp.einsum("gqk,kd->gqd", weights.astype(v.dtype), v[:end])
 
-    def one(group):
+    def attend(group: tuple[Array, Array, Array]) -> Float[Array, "g t d"]:
         return jnp.concatenate([part(start, *group) for start in range(0, time, step)], axis=1)
 
-    def split(x, *shape):
+    def split(x: Float[Array, "b t _ d"], *shape: int) -> Float[Array, "n *g t d"]:
         return jnp.moveaxis(x.reshape(batch, time, kv, *shape), 1, -2).reshape(batch * kv, *shape[:-1], time, size)
 
     groups = split(q, heads // kv, size), split(k, size), split(v, size)
     at_once = max(1, _SCORES // (heads // kv * step * time))
-    y = jax.vmap(one)(groups) if at_once >= batch * kv else jax.lax.map(one, groups, batch_size=at_once)
+    y = jax.vmap(attend)(groups) if at_once >= batch * kv else jax.lax.map(attend, groups, batch_size=at_once)
     return jnp.moveaxis(y.reshape(batch, heads, time, size), 1, 2).reshape(batch, time, heads * size)

@@ -109,12 +109,12 @@ def outer_shapes(config: Config) -> Shapes:
     Returns:
         Layer -> {"kernel": (in, out), ...}.
     """
-    found: Shapes = {
+    shapes: Shapes = {
         "embed_tokens": {"embedding": (config.vocab_size, config.hidden_size)},
         "norm": {"scale": (config.hidden_size,)},
     }
     return (
-        found
+        shapes
         if config.tie_word_embeddings
-        else found | {"lm_head": {"kernel": (config.hidden_size, config.vocab_size)}}
+        else shapes | {"lm_head": {"kernel": (config.hidden_size, config.vocab_size)}}
     )

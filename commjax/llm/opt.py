@@ -46,8 +46,8 @@ def model(config: Config) -> Model:
         return h + outer["embed_positions"]["embedding"][None, OFFSET : OFFSET + time].astype(h.dtype)
 
     def block(params: Layers, h: Hidden) -> tuple[Hidden, dict[str, Hidden]]:
-        def norm(name: str, x: Hidden, here: bool) -> Hidden:
-            return layers.layer_norm(params.get(name, {}), x) if here else x
+        def norm(name: str, x: Hidden, applied: bool) -> Hidden:
+            return layers.layer_norm(params.get(name, {}), x) if applied else x
 
         def project(name: str, x: Hidden) -> Float[Array, "b t heads head_dim"]:
             return layers.linear(params[name], x).reshape(*x.shape[:2], -1, config.head_dim)
@@ -104,15 +104,15 @@ def outer_shapes(config: Config) -> Shapes:
         Layer -> {"kernel": (in, out), ...}.
     """
     hidden, words, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
-    found: Shapes = {
+    shapes: Shapes = {
         "embed_tokens": {"embedding": (vocab, words)},
         "embed_positions": {"embedding": (config.max_position_embeddings + OFFSET, hidden)},
     }
     if words != hidden:
-        found |= {"project_in": {"kernel": (words, hidden)}, "project_out": {"kernel": (hidden, words)}}
+        shapes |= {"project_in": {"kernel": (words, hidden)}, "project_out": {"kernel": (hidden, words)}}
     if config.final_layer_norm and config.layer_norm_elementwise_affine:
-        found |= {"final_layer_norm": _norm(config)}
-    return found if config.tie_word_embeddings else found | {"lm_head": {"kernel": (words, vocab)}}
+        shapes |= {"final_layer_norm": _norm(config)}
+    return shapes if config.tie_word_embeddings else shapes | {"lm_head": {"kernel": (words, vocab)}}
 
 
 def _norm(config: Config) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Perplexity as the pruning papers measure it, computed block by block."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -87,11 +87,11 @@ def losses(
     return Losses(nats, lengths - 1)
 
 
-def nats_per_token(found: Losses) -> float:
+def nats_per_token(losses: Losses) -> float:
     """Compute sum of nats / predicted tokens. For windows of one length, this is the mean of their means.
 
     Args:
-        found: The losses.
+        losses: The losses.
 
     Returns:
         The nats per token.
@@ -99,16 +99,16 @@ def nats_per_token(found: Losses) -> float:
     >>> nats_per_token(Losses(np.array([2.0, 4.0]), np.array([1, 2])))
     2.0
     """
-    return float(found.nats.sum() / found.targets.sum())
+    return float(losses.nats.sum() / losses.targets.sum())
 
 
-def perplexity(found: Losses) -> float:
+def perplexity(losses: Losses) -> float:
     """Compute the perplexity exp(nats per token).
 
     With the windows of `tokens.evaluation_windows`, this is the number in the tables of Wanda, RIA and DSnoT.
 
     Args:
-        found: The losses.
+        losses: The losses.
 
     Returns:
         The perplexity.
@@ -116,18 +116,20 @@ def perplexity(found: Losses) -> float:
     >>> perplexity(Losses(np.array([0.0]), np.array([3])))
     1.0
     """
-    return math.exp(nats_per_token(found))
+    return math.exp(nats_per_token(losses))
 
 
 @partial(jax.jit, static_argnames="head")
-def _entropies(head, outer: Layers, h: Hidden, tokens: Int[Array, "b t"]) -> Float[Array, "b s"]:
+def _entropies(
+    head: Callable[[Layers, Hidden], Float[Array, "b t vocab"]], outer: Layers, h: Hidden, tokens: Int[Array, "b t"]
+) -> Float[Array, "b s"]:
     """-log p of tokens 1, 2, ... of each window, some positions at a time: all logits at once would take gigabytes."""
 
-    def one(pair):
+    def entropy(pair: tuple[Float[Array, "d"], Int[Array, ""]]) -> Float[Array, ""]:
         h, target = pair
         logits = head(outer, h[None, None])[0, 0].astype(jnp.float32)
         return jax.nn.logsumexp(logits) - logits[target]
 
     batch, time, width = h.shape
     pairs = h[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
-    return jax.lax.map(one, pairs, batch_size=_POSITIONS).reshape(batch, time - 1)
+    return jax.lax.map(entropy, pairs, batch_size=_POSITIONS).reshape(batch, time - 1)

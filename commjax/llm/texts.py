@@ -40,13 +40,14 @@ def documents(path: str | os.PathLike) -> list[str]:
     try:
         # Not splitlines, which also splits at U+2028 and U+0085: these may occur in a JSON text.
         parts = [text] if kind == ".json" else [line for line in text.split("\n") if line.strip()]
-        found = [bounded.parse_json(part, path) for part in parts]
-        found = [one["text"] if isinstance(one, dict) else one for one in (found[0] if kind == ".json" else found)]
+        values = [bounded.parse_json(part, path) for part in parts]
+        entries = values[0] if kind == ".json" else values
+        texts = [entry["text"] if isinstance(entry, dict) else entry for entry in entries]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not {kind[1:]} of texts: {error!r}") from error
-    if not found or not all(isinstance(one, str) for one in found):
+    if not texts or not all(isinstance(entry, str) for entry in texts):
         raise ValueError(f"{path} holds no list of texts; allowed: strings, or objects with a string 'text'")
-    return found
+    return texts
 
 
 def window_length(folder: str | os.PathLike, length: int | None = None) -> int:
@@ -90,12 +91,12 @@ def calibration(
             f"samples={samples} windows of {length} tokens; "
             f"allowed: {MOST_SAMPLES} windows, {MOST_TOKENS} tokens, at most"
         )
-    found, encode = documents(path), tokens.load(folder).encode
+    texts, encode = documents(path), tokens.load(folder).encode
     try:
-        if len(found) == 1:
-            windows = tokens.random_windows(encode(found[0]), length, samples, seed)
+        if len(texts) == 1:
+            windows = tokens.random_windows(encode(texts[0]), length, samples, seed)
         else:
-            windows = tokens.document_windows(found, encode, length, samples, seed)
+            windows = tokens.document_windows(texts, encode, length, samples, seed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     _check_vocabulary(folder, windows)
@@ -130,9 +131,9 @@ def losses(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; allowed: at least 1")
     checkpoint = checkpoints.open_folder(folder)
-    length, found, encode = window_length(folder, length), documents(path), tokens.load(folder).encode
+    length, texts, encode = window_length(folder, length), documents(path), tokens.load(folder).encode
     try:
-        windows = tokens.evaluation_windows(encode("\n\n".join(found)), length)
+        windows = tokens.evaluation_windows(encode("\n\n".join(texts)), length)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if windows.size > MOST_TOKENS:

@@ -56,7 +56,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"{folder}: transformers cannot read its tokenizer, {type(error).__name__}: "
@@ -65,7 +65,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-    return Tokenizer(lambda text: list(found(text)["input_ids"]), lambda ids: str(found.decode(list(ids))))
+    return Tokenizer(lambda text: list(tokenizer(text)["input_ids"]), lambda ids: str(tokenizer.decode(list(ids))))
 
 
 def llama2c(path: str | os.PathLike) -> Tokenizer:

@@ -14,6 +14,7 @@ Thesis: the group is never stated (W9).  The fraction removed is the eps of Sec.
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Literal
@@ -29,6 +30,8 @@ from commjax.core import tree
 Group = Literal["output", "input", "layer"]
 Scores = Float[Array, "i o"]
 Mask = Bool[Array, "i o"]
+Keys = Int[Array, "i o"]
+OfGroups = Int[Array, "#i #o"]  # a number for every group: [1, out], [in, 1] or [1, 1]
 
 _OVER: dict[str, tuple[int, ...]] = {"output": (0,), "input": (1,), "layer": (0, 1)}
 _BLOCK = 256  # groups per block, so that a block of a few thousand inputs stays in cache
@@ -156,26 +159,28 @@ def _checked(scores: Scores, mask: Mask, ordered: Array) -> Mask:
     return mask
 
 
-def _bits(scores: Scores) -> Int[Array, "i o"]:
+def _bits(scores: Scores) -> Keys:
     """Integers in the same order as the scores (-0.0 becomes 0.0)."""
     kind = _INT[scores.dtype.itemsize]
     return jax.lax.bitcast_convert_type(scores, kind) & jnp.iinfo(kind).max
 
 
 @partial(jax.jit, static_argnames=("group", "reference_ties"))
-def _unstructured(scores, k, group, reference_ties):
+def _unstructured(
+    scores: Scores, k: Int[Array, ""], group: Group, reference_ties: bool
+) -> tuple[Mask, Bool[Array, ""]]:
     """Returns (mask, whether all scores are numbers >= 0)."""
     return _least_pruned(scores, k, group, reference_ties), jnp.all(scores >= 0)
 
 
-def _least_pruned(scores, k, group, reference_ties):
+def _least_pruned(scores: Scores, k: Int[Array, ""], group: Group, reference_ties: bool) -> Mask:
     keys = tree.once(_bits(scores))
     if reference_ties:
         return keys > _search(keys, k, group, value_of_next=True)[0]
     return ~least(keys, k, group)
 
 
-def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mask:
+def least(keys: Keys, k: Int[Array, ""] | int, group: Group) -> Mask:
     """Mark the k least of every group of non-negative integers, the first ones among equals.
 
     Args:
@@ -191,18 +196,20 @@ def least(keys: Int[Array, "i o"], k: Int[Array, ""] | int, group: Group) -> Mas
     return (keys < threshold) | ((keys == threshold) & (_position(keys.shape, _OVER[group]) < end))
 
 
-def _search(keys, k, group, *, value_of_next):
+def _search(keys: Keys, k: Int[Array, ""] | int, group: Group, *, value_of_next: bool) -> tuple[OfGroups, OfGroups]:
     search = partial(_threshold, k=k, over=_OVER[group], value_of_next=value_of_next)
     along = {"output": 1, "input": 0}.get(group)
     return search(keys) if along is None else _in_blocks(search, keys, along)
 
 
-def _in_blocks(search, keys, along):
+def _in_blocks(
+    search: Callable[[Keys], tuple[OfGroups, OfGroups]], keys: Keys, along: int
+) -> tuple[OfGroups, OfGroups]:
     """Apply `search` to blocks of `_BLOCK` groups; the groups lie along the axis `along`."""
     groups = keys.shape[along]
     whole = groups - groups % _BLOCK
 
-    def block(start):
+    def block(start: Int[Array, ""]) -> tuple[OfGroups, OfGroups]:
         return search(jax.lax.dynamic_slice_in_dim(keys, start, _BLOCK, along))
 
     parts = []
@@ -212,7 +219,8 @@ def _in_blocks(search, keys, along):
         parts.append(tuple(a.reshape(shape) for a in pairs))
     if whole < groups:
         parts.append(search(jax.lax.slice_in_dim(keys, whole, groups, axis=along)))
-    return tuple(jnp.concatenate(pair, axis=along) for pair in zip(*parts))
+    t, end = (jnp.concatenate(pair, axis=along) for pair in zip(*parts))
+    return t, end
 
 
 def _position(shape: tuple[int, ...], over: tuple[int, ...]) -> Int[Array, "i o"]:
@@ -221,16 +229,18 @@ def _position(shape: tuple[int, ...], over: tuple[int, ...]) -> Int[Array, "i o"
     return i * shape[1] + o if len(over) == 2 else (i, o)[over[0]]
 
 
-def _threshold(keys, *, k, over, value_of_next):
+def _threshold(
+    keys: Keys, *, k: Int[Array, ""] | int, over: tuple[int, ...], value_of_next: bool
+) -> tuple[OfGroups, OfGroups]:
     """Find (t, end) for each group such that its first k keys are those < t and those == t at positions < end.
 
     With `value_of_next`, t is the key that follows these k keys.
     """
 
-    def total(mask):
+    def total(mask: Mask) -> OfGroups:
         return jnp.sum(mask, axis=over, keepdims=True, dtype=jnp.int32)
 
-    def grow(carry):
+    def grow(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         bit, t, below = carry
         higher = t | (jnp.ones((), keys.dtype) << bit.astype(keys.dtype))
         smaller = total(keys < higher)
@@ -239,7 +249,7 @@ def _threshold(keys, *, k, over, value_of_next):
 
     # t is the largest prefix with at most k keys below it.  The search may stop early when every count is k, unless the
     # value itself is wanted.
-    def unfinished(carry):
+    def unfinished(carry: tuple[Array, Array, Array]) -> Bool[Array, ""]:
         bit, _, below = carry
         return (bit >= 0) & (True if value_of_next else jnp.any(below != k))
 
@@ -253,7 +263,7 @@ def _threshold(keys, *, k, over, value_of_next):
     equal = (keys == t) & (wanted > 0)
     size = math.prod(keys.shape[axis] for axis in over)
 
-    def extend(carry):
+    def extend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         bit, end = carry
         further = end | (1 << bit)
         return bit - 1, jnp.where(total(equal & (position < further)) <= wanted, further, end)
@@ -264,12 +274,12 @@ def _threshold(keys, *, k, over, value_of_next):
 
 
 @partial(jax.jit, static_argnames=("n", "m"))
-def _n_m(scores, n, m):
+def _n_m(scores: Scores, n: int, m: int) -> tuple[Mask, Bool[Array, ""]]:
     """Returns (mask, whether all scores are numbers >= 0)."""
     return _largest_kept(scores, n, m), jnp.all(scores >= 0)
 
 
-def _largest_kept(scores, n, m):
+def _largest_kept(scores: Scores, n: int, m: int) -> Mask:
     groups = tree.once(scores).reshape(-1, m, scores.shape[1])
     if m > 16:  # the number of pairs to compare grows with m^2
         return jax.lax.map(lambda g: _least_pruned(g, jnp.int32(m - n), "output", False), groups).reshape(scores.shape)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from commjax.core.base import Key
@@ -230,7 +231,7 @@ def drawn_tokens(tokens: int) -> Int[np.ndarray, "n"]:
     return np.sort(drawn).astype(np.int32)
 
 
-def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
+def _nothing(W: Array, dtype: DTypeLike, outputs: bool, drawn: int) -> Calibration:
     """Calibration of no samples, with room for `drawn` inputs."""
     x, y = (jax.ShapeDtypeStruct((1, size), dtype) for size in W.shape)
     shapes = jax.eval_shape(statistics.of, x, y if outputs else None)
@@ -240,7 +241,14 @@ def _nothing(W: Array, dtype, outputs: bool, drawn: int) -> Calibration:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _calibrate(function, outputs: bool, block: Layers, h: Hidden, total: dict[str, Calibration], drawn):
+def _calibrate(
+    function: Callable[[Layers, Hidden], tuple[Hidden, dict[str, Hidden]]],
+    outputs: bool,
+    block: Layers,
+    h: Hidden,
+    total: dict[str, Calibration],
+    drawn: Int[Array, "n"],
+) -> dict[str, Calibration]:
     """Add the batch h to the calibrations.  `drawn` counts from the first token of h."""
     entering = function(block, h)[1]
     seen: dict[int, Statistics] = {}  # several layers have the same input
@@ -291,6 +299,6 @@ def sparsity_of_blocks(
 
 
 @jax.jit
-def _outcome(inputs: Activations, W, pruned):
+def _outcome(inputs: Activations, W: Matrix, pruned: Matrix) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Number of zero weights, and the relative error."""
     return jnp.sum(pruned == 0), reconstruct.of_activations(inputs, W, pruned).relative

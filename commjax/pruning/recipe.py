@@ -176,7 +176,7 @@ def _needs_outputs(score: Score, shape: tuple[int, ...], dtype: DTypeLike) -> bo
     The score is traced with shapes only.  If it fails without outputs, it must work with them.
     """
 
-    def dry(outputs: bool):
+    def dry(outputs: bool) -> Matrix:
         W, x = jnp.ones(shape, dtype), jnp.ones((1, shape[0]), dtype)
         return score(W, statistics.of(x, x @ W if outputs else None), jax.random.key(0))
 

@@ -44,7 +44,7 @@ def of_activations(x: Float[Array, "*samples tokens i"], W: Matrix, pruned: Matr
     """
     x, W, pruned = _at_least_float32(x, W, pruned)
 
-    def total(M):
+    def total(M: Matrix) -> Float[Array, ""]:
         return jnp.sum(jnp.square(jnp.matmul(x, M, precision="highest")))
 
     return _error(total(W - pruned), total(W))
@@ -68,16 +68,16 @@ def of_gram(stats: Statistics, W: Matrix, pruned: Matrix) -> Error:
         raise ValueError("stats has no gram; allowed: statistics made by of(x, gram=True)")
     gram, W, pruned = _at_least_float32(stats.gram, W, pruned)
 
-    def total(M):
+    def total(M: Matrix) -> Float[Array, ""]:
         return jnp.maximum(jnp.sum(M * jnp.matmul(gram, M, precision="highest")), 0)
 
     return _error(total(W - pruned), total(W))
 
 
-def _at_least_float32(*arrays):
+def _at_least_float32(*arrays: Float[Array, "..."]) -> list[Array]:
     dtype = wide(*(a.dtype for a in arrays))
     return [a.astype(dtype) for a in arrays]
 
 
-def _error(changed, dense):
+def _error(changed: Float[Array, ""], dense: Float[Array, ""]) -> Error:
     return Error(jnp.sqrt(changed), jnp.where(changed == 0, 0, jnp.sqrt(changed / dense)))

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from commjax.pruning import statistics
-from commjax.pruning.masks import check_pattern
-from commjax.pruning.scores import norm
+from commjax.pruning.masks import Mask, check_pattern
+from commjax.pruning.scores import Vector, norm
 from commjax.pruning.statistics import Statistics
 from commjax.pruning.swaps import in_blocks, swaps
 
 Matrix = Float[Array, "i o"]
 Regularizer = Literal["out", "in", "toggled"]
+Column = Float[Array, "i 1"]
 
 
 def dsnot(
@@ -76,12 +77,23 @@ def dsnot(
 
 
 @partial(jax.jit, static_argnames=("power", "m", "same_sign"))
-def _dsnot(W, mask, stats, prune, *, threshold, power, cycles, m, same_sign):
+def _dsnot(
+    W: Matrix,
+    mask: Mask,
+    stats: Statistics,
+    prune: Matrix | None,
+    *,
+    threshold: Array | float,
+    power: float,
+    cycles: Array | int,
+    m: int | None,
+    same_sign: bool,
+) -> tuple[Matrix, Mask]:
     sums, _, variance, norms = _columns(W, stats)
     divisor, threshold, cycles = variance**power, jnp.asarray(threshold, sums.dtype), jnp.asarray(cycles, jnp.int32)
 
     # The block computes its scores as well, so that the whole score matrix is never written to memory.
-    def block(W, mask, *given):
+    def block(W: Matrix, mask: Mask, *given: Matrix) -> Mask:
         w = W.astype(sums.dtype)
         grow = _quotient(w * sums, divisor)
         prune = given[0].astype(w.dtype) if given else jnp.abs(w) * norms
@@ -161,7 +173,14 @@ def r2_dsnot(
 
 
 @partial(jax.jit, static_argnames="rule")
-def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
+def _r2_scores(
+    W: Matrix,
+    mask: Mask,
+    stats: Statistics,
+    gamma_grow: Array | float,
+    gamma_prune: Array | float,
+    rule: tuple[bool, bool, float, float, Regularizer, bool, float],
+) -> tuple[Column, Matrix, Matrix]:
     """Returns (sum_t x, G, P).  The swaps are another program, which is thus compiled once for all rules."""
     relative_grow, relative_prune, alpha, p, regularizer, literal, power = rule
     sums, mean, variance, norms = _columns(W, stats)
@@ -175,7 +194,7 @@ def _r2_scores(W, mask, stats, gamma_grow, gamma_prune, rule):
     return sums, grow, prune + jnp.asarray(gamma_prune, w.dtype) * R
 
 
-def _regularizer(w, mask, kept, p, regularizer):
+def _regularizer(w: Matrix, mask: Mask, kept: Matrix, p: float, regularizer: Regularizer) -> Matrix:
     """R [in, out]."""
     out, size = norm(kept, p, "out")[None, :], jnp.abs(w)
     if regularizer == "out":
@@ -193,27 +212,38 @@ def _regularizer(w, mask, kept, p, regularizer):
     return scale * jnp.maximum((out / scale) ** p + share, 0) ** (1 / p)
 
 
-def _inverse(a):
+def _inverse(a: Vector) -> Vector:
     """1 / a, and 0 where a is 0."""
     return jnp.where(a == 0, 0, 1 / a)
 
 
-def _quotient(a, b):
+def _quotient(a: Array, b: Array) -> Array:
     """a / b, and 0 where a is 0: a dead channel would give 0 / 0."""
     return jnp.where(a == 0, 0, a / b)
 
 
-def _columns(W, stats):
+def _columns(W: Matrix, stats: Statistics) -> list[Column]:
     """sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1], in W's dtype but at least float32."""
     vectors = (statistics.input_sum, statistics.mean, statistics.variance, statistics.input_norm)
     return [f(stats).astype(statistics.wide(W.dtype))[:, None] for f in vectors]
 
 
 @partial(jax.jit, static_argnames=("m", "same_sign"))
-def _swapped(W, mask, sums, grow, prune, *, threshold, cycles, m, same_sign):
+def _swapped(
+    W: Matrix,
+    mask: Mask,
+    sums: Column,
+    grow: Matrix,
+    prune: Matrix,
+    *,
+    threshold: Array | float,
+    cycles: Array | int,
+    m: int | None,
+    same_sign: bool,
+) -> tuple[Matrix, Mask]:
     threshold, cycles = jnp.asarray(threshold, grow.dtype), jnp.asarray(cycles, jnp.int32)
 
-    def block(W, mask, grow, prune):
+    def block(W: Matrix, mask: Mask, grow: Matrix, prune: Matrix) -> Mask:
         w = W.astype(grow.dtype)
         return swaps(mask, w, sums[:, 0], grow, prune, threshold=threshold, cycles=cycles, m=m, same_sign=same_sign)
 

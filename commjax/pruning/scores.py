@@ -21,17 +21,16 @@ family |W| (u + v)), W10 (axes, not rows and columns), W12 (sampling), W14 (p = 
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from commjax.core.base import Key
-from commjax.pruning.joins import Matrix, harmonic, plain, relative, relative_to_sum, root
+from commjax.pruning.joins import Matrix, Norms, harmonic, plain, relative, relative_to_sum, root
 from commjax.pruning.statistics import Statistics, wide
 from commjax.pruning.terms import (
     Axis,
@@ -78,8 +77,23 @@ __all__ = [
     "weights",
 ]
 
-Join = Callable[..., Matrix]  # (|W|, norms that broadcast against it) -> matrix
-Score = Callable[..., Matrix]  # (W, stats=None, key=None) -> matrix
+
+@runtime_checkable
+class Join(Protocol):
+    """A join of |W| [in, out] with the norms u [in, 1] and v [1, out], or one of them."""
+
+    def __call__(self, w: Matrix, /, *norms: Norms) -> Matrix:
+        """The matrix [in, out]."""
+        ...
+
+
+@runtime_checkable
+class Score(Protocol):
+    """A score of W [in, out].  `stats` is needed for activations, `key` for sampling."""
+
+    def __call__(self, W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
+        """The scores S >= 0 [in, out]."""
+        ...
 
 
 def _power(a: Vector, alpha: float) -> Vector:
@@ -117,7 +131,9 @@ def score(
     terms: dict[Axis, Term | None] = {"in": in_term, "out": out_term}
 
     @jax.jit
-    def matrix(W, stats, keys, drawn):
+    def matrix(
+        W: Matrix, stats: Statistics | None, keys: dict[Axis, Key], drawn: dict[Axis, Float[Array, "_"]]
+    ) -> tuple[Matrix, Bool[Array, ""]]:
         w, norms = jnp.abs(W.astype(wide(W.dtype))), []
         for axis, term in terms.items():
             if term is not None:

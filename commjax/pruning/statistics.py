@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from commjax.core.tree import varying_like
@@ -97,7 +98,7 @@ def add(a: Statistics, b: Statistics) -> Statistics:
     return Statistics(a.samples + b.samples, a.tokens + b.tokens, outputs=outputs, gram=gram, **sums)
 
 
-def _zero(dtype, d: int) -> Sum:
+def _zero(dtype: DTypeLike, d: int) -> Sum:
     return Sum(jnp.zeros(d, dtype), jnp.zeros(d, dtype))
 
 
@@ -124,13 +125,13 @@ def of(x: Float[Array, "..."], y: Float[Array, "..."] | None = None, *, gram: bo
 
 
 @partial(jax.jit, static_argnames="gram")
-def _of(x, y, gram):
+def _of(x: Float[Array, "*samples tokens i"], y: Float[Array, "*samples tokens o"] | None, gram: bool) -> Statistics:
     tokens, d = x.shape[-2:]
     dtype = wide(x.dtype)
     x = x.reshape(-1, tokens, d)
     y = None if y is None else y.reshape(-1, tokens, y.shape[-1])
 
-    def one(total, sample):
+    def add_sample(total: Statistics, sample: tuple[Array, Array | None]) -> tuple[Statistics, None]:
         x, y = sample[0].astype(dtype), None if sample[1] is None else sample[1].astype(dtype)
         sums = jnp.sum(x, axis=0)
         deviation = x - (sums / tokens)[None]
@@ -154,7 +155,7 @@ def _of(x, y, gram):
         outputs=None if y is None else _zero(dtype, y.shape[-1]),
         gram=jnp.zeros((d, d), dtype) if gram else None,
     )
-    return jax.lax.scan(one, varying_like(start, x), (x, y))[0]
+    return jax.lax.scan(add_sample, varying_like(start, x), (x, y))[0]
 
 
 def over_devices(stats: Statistics, axis_name: str) -> Statistics:

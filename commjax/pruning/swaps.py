@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from commjax.core import tree
 
@@ -74,23 +74,25 @@ def _queue(keys: Int[Array, "n c o"]) -> _Queue:
     return _Queue(best, jnp.full((2, outputs), jnp.iinfo(keys.dtype).max), jnp.full((2, outputs), -1, jnp.int32))
 
 
-def _iota(shape):
+def _iota(shape: tuple[int, ...]) -> Int[Array, "..."]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0)
 
 
-def _first(mask, way=None):
+def _first(mask: Bool[Array, "n o"], way: Int[Array, "o"] | None = None) -> Int[Array, "o"]:
     """First position along axis 0 where mask is True; the last one where `way` [o] is -1.  There must be one."""
     positions = _iota(mask.shape) if way is None else way[None] * _iota(mask.shape)
     position = jnp.min(jnp.where(mask, positions, mask.shape[0] - 1), axis=0)
     return position if way is None else way * position
 
 
-def _chunk(keys, chunk):
+def _chunk(keys: Shaped[Array, "n c o"], chunk: Int[Array, "o"]) -> Shaped[Array, "c o"]:
     rows = jnp.take_along_axis(keys, chunk[None, None], axis=0, mode="clip")[0]
     return jax.lax.optimization_barrier(rows)  # otherwise every use repeats the gather
 
 
-def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], *, from_end: bool = False):
+def _take(
+    keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], *, from_end: bool = False
+) -> tuple[Bool[Array, "o"], Int[Array, "o"], _Queue]:
     """Take the best candidate of one sign for every output, the first among equals.
 
     `from_end`: among equals of positive sign take the last, as if a sorted list were read from its end.  Returns
@@ -99,7 +101,7 @@ def _take(keys: Int[Array, "n c o"], queue: _Queue, positive: Bool[Array, "o"], 
     size = keys.shape[1]
     way = jnp.where(positive, jnp.int32(-1), jnp.int32(1)) if from_end else None
 
-    def of(pair):
+    def of(pair: Int[Array, "2 *n o"]) -> Int[Array, "*n o"]:
         return jnp.where(positive[None], pair[0], pair[1]) if pair.ndim == 3 else jnp.where(positive, pair[0], pair[1])
 
     best, key, index = (of(a) for a in queue)
@@ -206,11 +208,11 @@ def swaps(
     first_error = jnp.sum(jnp.where(mask, 0, contribution), axis=0)
     out = jnp.arange(outputs)
 
-    def at(index):
+    def at(index: Int[Array, "o"]) -> Float[Array, "o"]:
         # Computed from W, so that no matrix of contributions is written to memory.
         return jnp.take_along_axis(W, index[None], axis=0, mode="clip")[0] * sums[index]
 
-    def cycle(carry):
+    def cycle(carry: _Carry) -> _Carry:
         t, error, active, grow, prune, mask = carry
         has_g, g, grow_after = _take(grow_keys, grow, error > 0, from_end=True)
         if mask is not None:
@@ -270,7 +272,7 @@ def in_blocks(function: Callable[..., Mask], *matrices: Array) -> Mask:
     # Padded outputs have no weights and no error, so they are done at once.
     padded = [jnp.pad(a, ((0, 0), (0, number * size - outputs))) for a in matrices]
 
-    def block(start):
+    def block(start: Int[Array, ""]) -> Mask:
         return function(*(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in padded))
 
     blocks = jax.lax.map(block, size * jnp.arange(number, dtype=jnp.int32))

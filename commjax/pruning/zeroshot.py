@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from commjax.data import bounded
 from commjax.llm.base import Hidden, Layers, Model, Params
@@ -305,7 +305,9 @@ def _rounded(length: int) -> int:
     return _SHORTEST * 2 ** max(0, math.ceil(math.log2(length / _SHORTEST)))
 
 
-def _score(model: Model, params: Params, windows: Int[np.ndarray, "b t"], batch_size: int):
+def _score(
+    model: Model, params: Params, windows: Int[np.ndarray, "b t"], batch_size: int
+) -> tuple[Float[np.ndarray, "b s"], Bool[np.ndarray, "b s"]]:
     hidden = embed(model, params.outer, windows[:, :-1], batch_size)
     for block in params.blocks:
         advance(model, block, hidden)
@@ -314,7 +316,9 @@ def _score(model: Model, params: Params, windows: Int[np.ndarray, "b t"], batch_
 
 
 @partial(jax.jit, static_argnames="head")
-def _tokens(head, outer: Layers, h: Hidden, targets: Int[Array, "b t"]):
+def _tokens(
+    head: Callable[[Layers, Hidden], Float[Array, "b t vocab"]], outer: Layers, h: Hidden, targets: Int[Array, "b t"]
+) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
     """log p of every target, and whether it is the likeliest token."""
 
     def token(pair: tuple[Array, Array]) -> tuple[Array, Array]:
