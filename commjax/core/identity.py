@@ -178,6 +178,11 @@ def check_identity(path: str | Path, stored: dict[str, str], identity: dict[str,
     Returns:
         None.  CheckpointError that names the first entry that differs.
     """
+    if {"start", "data"} <= stored.keys() and "clients" in identity and "clients" not in stored:
+        raise CheckpointError(
+            f"{path} was written by an earlier version, whose identity of a run depended on its devices; finish that "
+            "run with the version that began it, or remove the file to begin again"
+        )
     for name, value in identity.items():
         if stored.get(name) != value:
             stored_text, given_text = short(str(stored.get(name))), short(value)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from commjax.core import runner
+from commjax.core import checkpoint, runner
 from commjax.core.base import State
 from commjax.core.checkpoint import CheckpointError
 from commjax.devices import hosts
@@ -55,6 +55,20 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path, wanted):
     before = path.stat().st_mtime_ns
     same(on_mesh(2, 6, checkpoint=path)[0], wanted[0])
     assert path.stat().st_mtime_ns == before
+
+
+def test_a_checkpoint_of_a_job_goes_on_without_a_mesh_and_back(tmp_path, wanted):
+    path, inputs = tmp_path / "run", (KEY, CASE.algorithm, CASE.hparams, CASE.init(), CASE.data)
+    on_mesh(3, 2, checkpoint=path)
+    runner.loop(*inputs, 4, chunk=2, checkpoint=path, progress=False)
+    same(on_mesh(8, 6, checkpoint=path)[0], wanted[0])
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named(tmp_path):
+    path, whole = tmp_path / "run", jax.device_get(CASE.init())
+    checkpoint.save(path, whole, {}, {"hparams type": "", "hparams": "", "key": "", "start": "", "data": ""})
+    with pytest.raises(CheckpointError, match=r"run was written by an earlier version, .* remove the file to begin"):
+        on_mesh(2, 2, checkpoint=path)
 
 
 def test_a_checkpoint_of_other_clients_data_or_numbers_is_refused(tmp_path):
