@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from commjax.core import checkpoint
 from commjax.core.records import Record
 from experiments.ef_bv import commands as ef_bv
 from experiments.ef_bv import runs as ef_bv_runs
@@ -71,11 +72,11 @@ def test_a_killed_experiment_goes_on_from_its_checkpoint_with_the_same_result(se
         if len(saves) == 2:
             raise KeyboardInterrupt
 
-    save = ef_bv_runs.runner.checkpoints.save
-    monkeypatch.setattr(ef_bv_runs.runner.checkpoints, "save", stop_after_two)
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", stop_after_two)
     with pytest.raises(KeyboardInterrupt):
         ef_bv.compare(problem, 1, settings, "killed")
-    monkeypatch.setattr(ef_bv_runs.runner.checkpoints, "save", save)
+    monkeypatch.setattr(checkpoint, "save", save)
     resumed = ef_bv.compare(problem, 1, settings, "killed")
     assert np.array_equal(whole.metrics["loss"], resumed.metrics["loss"])
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from commjax.data import embedded, libsvm, partition
+from commjax.data import embedded, libsvm, libsvm_text, partition
 from commjax.federation import exchange
 from commjax.federation.envelope import RefusedError
 from commjax.problems import logistic
@@ -48,7 +48,7 @@ def test_the_contract_needs_no_rows(tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("rows were read")
 
-    for module, name in ((libsvm, "scan"), (libsvm, "_lines"), (embedded, "breast_cancer")):
+    for module, name in ((libsvm, "scan"), (libsvm_text, "_lines"), (embedded, "breast_cancer")):
         monkeypatch.setattr(module, name, never)
     for dataset in ("mushrooms", "breast_cancer"):
         contract = task.contract(DEFAULTS | {"dataset": dataset, "features": 12})
