@@ -8,7 +8,14 @@ compression    Message, Compressor
 round_keys     the keys of a round
 rounds         one round; `federated` makes an Algorithm of a client step and a server step
 local          minibatches and gradient steps of one client
+batches        the data of a round
 runner         run, sweep, loop
+compiled       the compiled programs of runs and sweeps
+loop, chunked  the host loop, and the chunks that it advances
+placement      where the state of a run is; `shards` has rows on the devices of a mesh
+identity       which run a checkpoint belongs to
+files          atomic writes and locks
+trackers       the numbers of each round, to a file or a service
 checkpoint     files from which a run continues, written atomically
 records        settings, metrics and bits of a run
 conventions    bits that other papers count for a message
