@@ -55,8 +55,8 @@ def unpacked(
 
     Args:
         path: The file.
-        suffix: The kind of compression: ".gz", ".bz2" or ".xz"; any other value means a plain file. The default is the suffix of
-            `path`.
+        suffix: The kind of compression: ".gz", ".bz2" or ".xz"; any other value means a plain file. The default is the
+            suffix of `path`.
         most: The number of bytes that may be read. None sets no limit except the ratio of unpacked to packed size.
 
     Returns:

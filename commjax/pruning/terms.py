@@ -86,7 +86,8 @@ def given(norms: Vector) -> Term:
 def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
     """Make a term, a factor of a score, from norms of the weights of a matrix W [in, out].
 
-    The term is called with a side.  For "in" it returns |W_j:|_p of every input j, for "out" |W_:k|_p of every output k.
+    The term is called with a side.  For "in" it returns |W_j:|_p of every input j, for "out" |W_:k|_p of every output
+    k.
 
     Args:
         p: Which norm: 0 (number of nonzeros), or at least 1 (math.inf included).
