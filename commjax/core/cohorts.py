@@ -77,7 +77,7 @@ def cohort(key: Key, ids: Shaped[Array, "n"], size: int | None, axis_name: AxisN
         axis_name: the device axis; None if there is none.
 
     Returns:
-        The members, as far as this device needs them.
+        The members: for each row on this device whether its client takes part, and the weights of the mean over them.
     """
     n = count(ids, axis_name)
     if size is None or size == n:

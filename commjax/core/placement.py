@@ -27,7 +27,7 @@ def _copied(leaves: PyTree) -> PyTree:
 
 @runtime_checkable
 class Placement(Protocol):
-    """Where the state of a run lives.
+    """Where the state of a run is: how `runner.loop` puts states and data on devices, and takes states back.
 
     Attributes:
         mesh: the devices of the run; None is one device.

@@ -161,7 +161,9 @@ class Record:
 
 
 def plot_records(path: str | Path, records: dict[str, Record], floor: float = 0.0) -> None:
-    """Plot several runs into one PNG file, as wide as a column of a paper.
+    """Plot the loss of several runs against the kilobits that one client sent, and save the figure as a PNG file.
+
+    The axis of the loss is logarithmic.  The figure is as wide as a column of a paper.  It needs matplotlib.
 
     Args:
         path: the file.

@@ -49,14 +49,14 @@ class _Counted(io.RawIOBase):
 def unpacked(
     path: str | os.PathLike, suffix: str | None = None, most: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Open a file, packed or plain, as a binary reader of its text.
+    """Open a file, compressed or plain, and read its uncompressed bytes.
 
     A damaged or oversized file raises a ValueError that names the file.
 
     Args:
         path: The file.
-        suffix: The packing: ".gz", ".bz2" or ".xz"; any other value means a plain file. The default is the suffix of
-            `path`.
+        suffix: The kind of compression: ".gz", ".bz2" or ".xz"; any other value means a plain file. The default is the
+            suffix of `path`.
         most: The number of bytes that may be read. None sets no limit except the ratio of unpacked to packed size.
 
     Returns:

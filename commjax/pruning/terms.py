@@ -84,14 +84,17 @@ def given(norms: Vector) -> Term:
 
 
 def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
-    """A term of weights: |W_j:|_p on the in side and |W_:k|_p on the out side.
+    """Make a term, a factor of a score, from norms of the weights of a matrix W [in, out].
+
+    The term is called with a side.  For "in" it returns |W_j:|_p of every input j, for "out" |W_:k|_p of every output
+    k.
 
     Args:
         p: Which norm: 0 (number of nonzeros), or at least 1 (math.inf included).
-        sampling: Draw the entries that count; None: all entries.
+        sampling: Compute the norms from entries drawn at random; None: from all entries.
 
     Returns:
-        The term.  With `sampling` it needs a key.
+        The term: (|W|, stats, key, side) -> norms [in] or [out].  With `sampling` it needs a key.
     """
     if not (p == 0 or p >= 1):
         raise ValueError(f"p={p}; allowed: 0, or at least 1 (math.inf included)")
