@@ -169,7 +169,7 @@ def init(algorithm: Algorithm, params: Params, n: int, mesh: Mesh, **per_client:
 
     def first(params: Params, per_client: dict[str, PyTree]) -> State:
         # Padding must not count in a mean.
-        server, clients = algorithm.init(params, jnp.arange(n, dtype=np.int32), **cut_rows(per_client, n))
+        server, clients = algorithm.init(params, jnp.arange(n), **cut_rows(per_client, n))
         return State(server, pad_rows(clients, mesh.size))
 
     return jax.jit(first, out_shardings=where)(jax.tree.map(np.asarray, params), per_client)

@@ -74,7 +74,7 @@ def test_a_checkpoint_of_an_earlier_version_is_named(tmp_path):
 def test_a_checkpoint_of_other_clients_data_or_numbers_is_refused(tmp_path):
     path = tmp_path / "run"
     on_mesh(2, 2, checkpoint=path)
-    with pytest.raises(CheckpointError, match=r"clients.* is int32\[8\] there, int32\[7\] here"):
+    with pytest.raises(CheckpointError, match=r"clients.* is int64\[8\] there, int64\[7\] here"):
         on_mesh(2, 4, n=7, checkpoint=path)
     changed = jax.tree.map(lambda leaf: np.asarray(leaf).copy(), CASE.data)
     jax.tree.leaves(changed)[0][N - 1] += 1.0
