@@ -193,10 +193,11 @@ PRUNE = prune("magnitude", model="source")
 
 
 def stopped(capsys):
-    """Exit code and stderr of the command."""
+    """Exit code of the command, and its lines on stderr without those of the progress."""
     with pytest.raises(SystemExit) as stop:
         main.main(PRUNE)
-    return stop.value.code, capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    return stop.value.code, "".join(line for line in lines if not line.startswith("pruning: "))
 
 
 @pytest.fixture
