@@ -42,17 +42,17 @@ def collectives(compiled: Any) -> Collectives:
     """
     counts: Counter[str] = Counter()
     total = 0
-    for found in _OPERATION.finditer(compiled.as_text()):
-        counts[found["name"]] += 1
-        arrays = _ARRAY.findall(found["type"])
-        if found["start"] and found["name"] in ("all-gather", "collective-permute"):
+    for operation in _OPERATION.finditer(compiled.as_text()):
+        counts[operation["name"]] += 1
+        arrays = _ARRAY.findall(operation["type"])
+        if operation["start"] and operation["name"] in ("all-gather", "collective-permute"):
             # The type of an asynchronous operation is (operands, results), for a permutation perhaps with u32 contexts
             # at the end.  Drop the contexts and keep the results.
-            arrays = [one for one in arrays if one[0] != "u32" or one[2]]
+            arrays = [array for array in arrays if array[0] != "u32" or array[2]]
             arrays = arrays[len(arrays) // 2 :]
         for kind, width, shape in arrays:
             bits = {"pred": 8, "token": 0}.get(kind) or int(width or 0)
-            total += -(-bits * math.prod(int(one) for one in shape.split(",") if one) // 8)
+            total += -(-bits * math.prod(int(length) for length in shape.split(",") if length) // 8)
     return Collectives(dict(counts), total)
 
 

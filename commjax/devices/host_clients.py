@@ -72,23 +72,23 @@ def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
             "algorithm: it does not exchange once a round, or its server makes more of the messages than a mean; "
             "allowed: rounds.federated"
         )
-    own = exchange.cohort_size
-    if own is None and exchange.compressor is None:
+    built_size = exchange.cohort_size
+    if built_size is None and exchange.compressor is None:
         raise ValueError(
             "algorithm: neither cohorts of its own nor a compressor; absent clients would break its invariant.  "
             "Allowed: methods built with cohort=m, and those with a compressor"
         )
-    if own is None and exchange.reduce is not None:
+    if built_size is None and exchange.reduce is not None:
         raise ValueError(
             f"algorithm: {exchange.reduce.name} of a cohort of the compressor would not count the absent clients, who "
             "send 0; allowed: methods built with cohort=m, or reduce=None"
         )
-    if own is not None and size not in (None, own):
-        raise ValueError(f"size={size}, but the algorithm was built with cohort={own}")
-    found = own if own is not None else size
-    if found is None or not 1 <= found <= n:
-        raise ValueError(f"size must be between 1 and the number of clients n = {n}, got {found}")
-    return found, own is None
+    if built_size is not None and size not in (None, built_size):
+        raise ValueError(f"size={size}, but the algorithm was built with cohort={built_size}")
+    chosen = built_size if built_size is not None else size
+    if chosen is None or not 1 <= chosen <= n:
+        raise ValueError(f"size must be between 1 and the number of clients n = {n}, got {chosen}")
+    return chosen, built_size is None
 
 
 @cache

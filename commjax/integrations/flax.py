@@ -58,5 +58,5 @@ def params(variables: Mapping[str, PyTree]) -> Params:
     >>> params({"params": {"outer": {}, "block_0": {}}})
     Params(outer={}, blocks=({},))
     """
-    found = variables["params"]
-    return Params(found["outer"], tuple(found[f"block_{i}"] for i in range(len(found) - 1)))
+    parts = variables["params"]
+    return Params(parts["outer"], tuple(parts[f"block_{i}"] for i in range(len(parts) - 1)))

@@ -133,7 +133,7 @@ def _blocks(config: Config, parts: dict[str, np.ndarray]) -> list[Layers]:
     def kernels(name: str, width: int = dim) -> np.ndarray:
         return np.swapaxes(parts[name].reshape(blocks, -1, width), 1, 2)
 
-    def halves(stacked: np.ndarray) -> np.ndarray:
+    def split_pairs(stacked: np.ndarray) -> np.ndarray:
         pairs = stacked.reshape(blocks, dim, -1, config.head_dim // 2, 2)
         return np.swapaxes(pairs, 3, 4).reshape(stacked.shape)
 
@@ -141,8 +141,8 @@ def _blocks(config: Config, parts: dict[str, np.ndarray]) -> list[Layers]:
         return {kind: jnp.asarray(leaf)}
 
     stacked = {
-        "self_attn.q_proj": halves(kernels("wq")),
-        "self_attn.k_proj": halves(kernels("wk")),
+        "self_attn.q_proj": split_pairs(kernels("wq")),
+        "self_attn.k_proj": split_pairs(kernels("wk")),
         "self_attn.v_proj": kernels("wv"),
         "self_attn.o_proj": kernels("wo"),
         "mlp.gate_proj": kernels("w1"),

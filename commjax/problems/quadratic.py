@@ -119,9 +119,9 @@ def optimum(problem: Quadratic) -> Optimum:
     >>> optimum(Quadratic(np.array([[[1.0]], [[3.0]]]), np.array([[0.0], [4.0]])))
     Optimum(params=array([3.]), value=3.0, gradient_norm=0.0)
     """
-    found = constants(problem)
-    if found.mu <= 1e-14 * found.L:
-        raise ValueError(f"mu={found.mu}: the mean of the H_i is singular; allowed: positive definite")
+    known = constants(problem)
+    if known.mu <= 1e-14 * known.L:
+        raise ValueError(f"mu={known.mu}: the mean of the H_i is singular; allowed: positive definite")
     H, c = np.asarray(problem.H, np.float64), np.asarray(problem.c, np.float64)
     params = np.linalg.solve(H.mean(axis=0), np.einsum("nij,nj->i", H, c) / len(H))
     away = params - c

@@ -99,13 +99,13 @@ def optimal_stratified(gradients: Rows, b: int) -> list[Int[np.ndarray, "_"]]:
     def best(left: tuple[int, ...]) -> tuple[float, tuple[tuple[int, ...], ...]]:
         if not left:
             return 0.0, ()
-        found = (-1.0, ())
+        largest = (-1.0, ())
         for others in combinations(left[1:], m - 1):
             cluster = (left[0], *others)
             value, rest = best(tuple(i for i in left if i not in cluster))
             value += inner[np.ix_(cluster, cluster)].sum()
-            if value > found[0]:
-                found = (value, (cluster, *rest))
-        return found
+            if value > largest[0]:
+                largest = (value, (cluster, *rest))
+        return largest
 
     return [np.array(ids) for ids in best(tuple(range(n)))[1]]
