@@ -58,6 +58,6 @@ def template_lm(model: Model, params: Params, tokenizer: Tokenizer, *, eot: int 
             return [log_likelihood(request.args[0]) for request in requests]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            raise NotImplementedError("this face gives likelihoods; allowed: tasks that compare them, or rolling ones")
+            raise NotImplementedError("commjax gives likelihoods; allowed: tasks that compare them, or rolling ones")
 
     return Face()
