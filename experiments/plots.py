@@ -57,6 +57,11 @@ def shades(count: int) -> np.ndarray:
     return plt.get_cmap("viridis")(np.linspace(0, 0.85, count))
 
 
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, np.ndarray]:
+    """Return a figure of `size` inches and its panels, [rows, columns]; `options` are those of `plt.subplots`."""
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+
+
 def thin(values: np.ndarray, points: int = 400) -> np.ndarray:
     """Return the indices of at most `points` evenly spaced entries. A curve needs no more."""
     return np.unique(np.linspace(0, len(values) - 1, min(points, len(values))).astype(int))

@@ -38,6 +38,15 @@ class Column(NamedTuple):
         return format(row[self.value] if isinstance(self.value, str) else self.value(row), self.form)
 
 
+def fields(**forms: str) -> list[Column]:
+    """Columns whose titles are the names of their fields, with the format of each.
+
+    >>> table(fields(c1="5g", cost="7.2f"), [{"c1": 0.05, "cost": 2.5}]).split("\\n")
+    ['   c1    cost', ' 0.05    2.50']
+    """
+    return [Column(name, name, form) for name, form in forms.items()]
+
+
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """Write rows as a text table with one line of titles.
 

@@ -35,9 +35,8 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
-# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and `pytest -m
-# long`
-# runs those of LONG only: experiments, notebooks, several processes, fuzzing, networks.
+# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and
+# `pytest -m long` runs those of LONG only: experiments, notebooks, several processes, fuzzing, networks.
 SLOW = (
     "algorithms/test_scafflix",
     "algorithms/test_sketched",
@@ -87,7 +86,35 @@ LONG = (
 )
 
 
+# The files that take longest start first, so that no worker is left with a long one at the end.
+HEAVY = (
+    "federation/test_flower",
+    "conformance/test_devices",
+    "experiments/test_notebooks",
+    "experiments/test_cohort_squeeze",
+    "experiments/test_fedp3",
+    "devices/test_distributed_processes",
+    "models/test_networks",
+    "experiments/test_ef_bv",
+    "experiments/test_scafflix",
+    "compressors/test_certify",
+    "algorithms/test_sppm_as",
+    "conformance/test_sent",
+    "conformance/test_algorithms",
+    "algorithms/test_ef_bv",
+    "compressors/test_selection",
+    "compressors/test_format",
+)
+
+
+def order(item: pytest.Item) -> int:
+    """The place of a test's file among the heavy ones, or after them all."""
+    path = str(item.path)
+    return next((place for place, part in enumerate(HEAVY) if part in path), len(HEAVY))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=order)
     for item in items:
         path = str(item.path)
         if any(part in path for part in LONG):

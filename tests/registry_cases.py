@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from commjax import compressors, prox
 from commjax.algorithms import ef_bv, fedcr, fedp3
 from commjax.algorithms.fedcr import layers as fedcr_layers
-from commjax.algorithms.fedp3 import aggregation, layers, ldp_fedp3, plans, submodels
+from commjax.algorithms.fedp3 import aggregation, layers, ldp_fedp3, local_pruning, plans, submodels
 from commjax.core import local
 from commjax.core.base import Algorithm, Compressor, State
 from commjax.data.stacked import Examples
@@ -172,7 +172,7 @@ def by_layers(name: str, dtype: Any) -> Case:
         return Case(name, algorithm, fedp3.HParams(0.2), params, cast(PROBLEM, dtype), jnp.asarray(IDS), {})
     if name == "fedp3":
         plan = plans.plan(network, [["a", "b", "head"], ["b", "head"]] * (N // 2), 0.67)
-        how = {"pruning": submodels.random(), "local_pruning": submodels.ordered(0.9, 2), "cohort": 6}
+        how = {"pruning": submodels.random(), "local_pruning": local_pruning.ordered(0.9, 2), "cohort": 6}
     else:
         plan = plans.plan(network, [["a", "b", "head"], ["a", "head"]] * (N // 2))
         held = jax.tree.map(lambda leaf: leaf[0], cast(PROBLEM, dtype))

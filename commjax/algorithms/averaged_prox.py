@@ -63,8 +63,8 @@ def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of:
 
         x_k <- (1/|S|) sum_{i in S} prox_{step f_i}(center),    (step, center) = center_of(hparams, x_t, x_k)
 
-    The residual and the code of a round are the largest of all members in all local rounds, so that one breakdown is
-    reported.
+    The reported residual and code of a round are the largest over all members and local rounds, so that a single
+    breakdown is visible.
     """
 
     def step(
@@ -79,7 +79,7 @@ def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of:
         share = members.weights.astype(anchor.dtype)
 
         def prox(gamma: Array, center: Array, data: PyTree) -> Result:
-            """The prox of one client: that of a cohort that has no other member."""
+            """The prox of one client, computed as that of a cohort with this one member."""
             alone = cohort.Cohort(jax.tree.map(lambda leaf: leaf[None], data), jnp.ones(1, anchor.dtype))
             oracle = cohort.prox_oracle(loss, unravel, alone, center, gamma)
             return inner(hparams._replace(gamma=gamma))(oracle, center, hparams.most, hparams.tolerance)
@@ -113,11 +113,12 @@ def _averaged_prox(loss: Loss, sampling: Sampling, inner: MakeSolver, center_of:
 
 
 def fedprox_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda hparams: solvers.aicn()) -> Algorithm:
-    """FedProx-SPPM-AS: repeated means of the clients' proxes.
+    """FedProx-SPPM-AS: in each of K local rounds, replace the model x by the mean of the cohort's proxes.
 
         K times:  x <- mean_{i in S} prox_{gamma f_i}(x)
 
-    A client's prox costs no communication.
+    f_i is the loss of client i; gamma and K are `HParams.gamma` and `HParams.rounds`.  A client computes its prox
+    without communication.
 
     Args:
         loss: `loss(params, data)` returns the loss of one client, a scalar.
@@ -127,7 +128,8 @@ def fedprox_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda h
     Returns:
         The algorithm.
 
-    Thesis: Alg. 12, Thm D.2.1 for K = 1.  Differs: it does not approach prox_{gamma f_S} as K grows (P2).
+    Thesis: Alg. 12, Thm D.2.1 for K = 1.
+    Differs (docs/errata.md): P2 (as K grows, x does not approach prox_{gamma f_S}(x_t)).
     """
 
     def center_of(hparams: HParams, anchor: Array, x: Array) -> tuple[Array, Array]:
@@ -137,9 +139,11 @@ def fedprox_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda h
 
 
 def fedavg_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda hparams: solvers.aicn()) -> Algorithm:
-    """FedAvg-SPPM-AS: repeated means of proxes that are anchored at the start of the round.
+    """FedAvg-SPPM-AS: like FedProx-SPPM-AS, but the proxes also pull towards the model at the start of the round.
 
         K times:  x_k <- mean_{i in S} prox_{alpha ftilde_i}(x_k),   ftilde_i = f_i + |. - x_t|^2 / (2 gamma)
+
+    f_i is the loss of client i, x_t the model at the start of the round, and x_k the model of local round k.
 
     Args:
         loss: `loss(params, data)` returns the loss of one client, a scalar.
@@ -150,8 +154,8 @@ def fedavg_sppm_as(loss: Loss, sampling: Sampling, inner: MakeSolver = lambda hp
         The algorithm.
 
     Thesis: Alg. 13.
-    Differs: P2: the inner prox has two anchors, prox of f_i with parameter alpha gamma / (alpha + gamma) at
-    (alpha x_t + gamma x_k) / (alpha + gamma); the text drops the first, which makes it FedProx-SPPM-AS.
+    Differs (docs/errata.md): P2 (the prox of f_i has parameter alpha gamma / (alpha + gamma) and center
+    (alpha x_t + gamma x_k) / (alpha + gamma); the thesis drops x_t, which makes it FedProx-SPPM-AS).
     """
 
     def center_of(hparams: HParams, anchor: Array, x: Array) -> tuple[Array, Array]:

@@ -61,27 +61,27 @@ def ditto(
     over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
-    r"""Ditto (Li et al., 2021).
+    r"""Ditto (Li et al., 2021): FedAvg for the global model x, and a personal model v_i that is pulled towards x.
 
         v_i:  `steps` times:  v_i <- v_i - personal (grad f_i(v_i) + lambda (v_i - x))
-        x:    FedAvg
+        x:    a round of FedAvg
 
-    Each local step costs two gradients.  The personal models are never sent.
+    A local step computes two gradients, one for x and one for v_i.  The personal models are never sent.  With
+    lambda = 0 the v_i are trained locally only; as lambda grows, they approach x.
 
     Args:
-        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
-            pytree like `params`).
-        sample: `sample(key, data)` returns the rows of one client's data for one step.
-        steps: number of local steps in a round.
-        cohort: number of clients that take part in a round, drawn at random; None is all of them.
-        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        value_and_grad: as in `fedavg`.
+        sample: as in `fedavg`.
+        steps: as in `fedavg`.
+        cohort: as in `fedavg`.
+        over: as in `fedavg`.
         reduce: a reducer of `commjax.core.robust` that replaces FedAvg's mean; None is the mean.
 
     Returns:
         The algorithm.  Its `init(params, ids, model=None)` takes the first v_i with one row per client; None is
         `params`.
 
-    Thesis: baselines (Fig. B.3).  Holds if: lambda = 0 is local training, lambda -> inf FedAvg's model.
+    Thesis: baselines (Fig. B.3).
     """
     train = local.sgd(value_and_grad, sample, steps)
 

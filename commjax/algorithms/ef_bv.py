@@ -74,24 +74,25 @@ class Client(NamedTuple):
 
 @runtime_checkable
 class Smoothness(Protocol):
-    """The smoothness constants of a problem, as `problems.constants.smoothness` makes them.
+    """The smoothness constants of a problem, as `problems.constants.smoothness` returns them.
 
-    L is the constant of f, L_tilde the root mean square of the constants L_i of the f_i, and L_max the largest L_i.
+    f = mean_i f_i is L-smooth, and each f_i is L_i-smooth.  L_tilde is the root mean square of the L_i, L_max the
+    largest L_i.
     """
 
     @property
     def L(self) -> float:
-        """Return the constant of f."""
+        """Return the smoothness constant of f."""
         ...
 
     @property
     def L_tilde(self) -> float:
-        """Return the root mean square of the constants of the f_i."""
+        """Return the root mean square of the smoothness constants of the f_i."""
         ...
 
     @property
     def L_max(self) -> float:
-        """Return the largest constant of the f_i."""
+        """Return the largest smoothness constant of the f_i."""
         ...
 
 
@@ -107,6 +108,8 @@ def ef_bv(
         d_i = C_i(grad f_i(x) - h_i)        h_i <- h_i + lam d_i
         g   = h + nu mean_i d_i             h   <- h + lam mean_i d_i
         x  <- prox_{gamma R}(x - gamma g)
+
+    x is the model, h_i the control variate of client i, h the mean of the h_i, and g the estimate of grad f(x).
 
     Args:
         value_and_grad: `value_and_grad(params, data)` takes the model and the data of one client.  It returns the loss
@@ -124,7 +127,7 @@ def ef_bv(
 
     Thesis: Fig. 2.1 (algorithm); rates in Thm 2.4.1 (PL), Thm 2.4.2 (KL), Thm 2.5.1 (nonconvex).
     Holds if: C_i in C(eta, omega), f_i L_i-smooth, R convex, gradients exact.
-    Differs: E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
+    Differs (docs/errata.md): E8 (gamma inside the prox), E9 (it is g^{t+1} that estimates grad f(x^t)).
 
     Precision in float32: the theory's gamma is small.  A run stalls where gamma g is below half an ulp of x, at a gap
     of about 1e-7.  Use float64 where that matters, and `compressors.rounded` for float32 messages.
@@ -161,14 +164,14 @@ def ef_bv(
 
 
 def client_update(round: Round, lam: Any, client: Client, grad: PyTree) -> tuple[Client, Message]:
-    """Send the compressed difference of a gradient and the control variate, and move the control variate.
+    """Send the compressed difference of a gradient and the control variate h_i, and move h_i.
 
         d_i = C_i(grad_i - h_i)        h_i <- h_i + lam d_i
 
     Args:
-        round: what the client knows about the round.
-        lam: lam.
-        client: the client's state.
+        round: what the client knows about the round; `round.send` compresses.
+        lam: scaling of the control variate, a number.
+        client: the client's state, with h_i in `shift`.
         grad: the client's gradient, a pytree like h_i.
 
     Returns:
@@ -179,18 +182,18 @@ def client_update(round: Round, lam: Any, client: Client, grad: PyTree) -> tuple
 
 
 def estimate(lam: Any, nu: Any, shift: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-    """Estimate the mean gradient, and move the mean of the control variates.
+    """Estimate the mean gradient on the server, and move the mean of the control variates.
 
         g = h + nu d        h <- h + lam d
 
     Args:
-        lam: lam.
-        nu: nu.
-        shift: h.
-        d: the reduced message.
+        lam: scaling of the control variates, a number.
+        nu: scaling of the gradient estimate, a number.
+        shift: h, the mean of the control variates, a pytree like the model.
+        d: mean of the clients' messages, or what a reducer makes of them; a pytree like the model.
 
     Returns:
-        g and the new h.
+        The estimate g and the new h.
     """
     return tree.add_scaled(shift, nu, d), tree.add_scaled(shift, lam, d)
 
@@ -229,7 +232,7 @@ def theoretical(
     lam: float | None = None,
     nu: float | None = None,
 ) -> HParams:
-    """lambda*, nu* and the largest gamma that the theorem allows.
+    """Hyperparameters of EF-BV from theory: lambda*, nu* and the largest gamma that the theorem allows.
 
     Args:
         constants: eta, omega and omega_ran of the compressor.
@@ -241,7 +244,7 @@ def theoretical(
     Returns:
         The hyperparameters.
 
-    Thesis: Remark 2.4.3.  Differs: E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
+    Thesis: Remark 2.4.3.  Differs (docs/errata.md): E5 (cancellation-free), E1 (L_tilde is a root *mean* square).
     """
     _check(smoothness, "L", "L_tilde")
     lam = theory.best_scaling(constants.eta, constants.omega) if lam is None else lam
@@ -262,8 +265,8 @@ def ef21_hparams(
         constants: eta, omega and omega_ran of the compressor.
         smoothness: L and L_tilde of the problem.
         regime: as in `theoretical`.
-        use_omega_ran: whether r_av is computed from omega_ran (E4f), which allows a larger gamma.  By default r_av = r,
-            as in the thesis's table.
+        use_omega_ran: whether r_av, the contraction factor of the mean, is computed from omega_ran, which allows a
+            larger gamma (erratum E4 in docs/errata.md).  By default r_av = r, as in the thesis's table.
 
     Returns:
         The hyperparameters.

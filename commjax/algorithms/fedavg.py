@@ -66,10 +66,12 @@ def fedavg(
     over: Over = jax.vmap,
     reduce: Reducer | None = None,
 ) -> Algorithm:
-    r"""FedAvg (LocalGD with exact gradients).
+    r"""FedAvg: every client takes local steps from the server's model, and the server averages the models.
 
         x_i <- x;  `steps` times:  x_i <- x_i - stepsize grad f_i(x_i)
         x   <- x + server mean_i (x_i - x)
+
+    x is the server's model, x_i the model and f_i the loss of client i.  With exact gradients this is LocalGD.
 
     Args:
         value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
@@ -83,7 +85,9 @@ def fedavg(
     Returns:
         The algorithm.
 
-    Thesis: baseline of Ch. 3 to 5.  Holds if: with different f_i it stops in a neighbourhood that grows with `steps`.
+    Thesis: baseline of Ch. 3 to 5.
+    Holds if: all f_i have the same minimiser.  Otherwise x converges only to a neighbourhood of the minimiser of f,
+    which grows with `steps`.
     Differs: f = mean_i f_i, so clients are not weighted by their numbers of rows.
     """
     train = local.sgd(value_and_grad, sample, steps)
@@ -98,12 +102,12 @@ def fedavg(
 
 
 def first(params: Params) -> Server:
-    """The server before the first round, with the model x."""
+    """Return the server's state before the first round, with `params` as the model x."""
     return Server(jnp.zeros((), jnp.int32), params)
 
 
 def init(params: Params, ids: Int[Array, "n"]) -> State:
-    """The state before the first round, of clients that keep no state.
+    """Return the state before the first round, for methods whose clients keep no state.
 
     Args:
         params: x, the model.
@@ -116,7 +120,7 @@ def init(params: Params, ids: Int[Array, "n"]) -> State:
 
 
 def server_step(hparams: Any, server: Any, update: Params) -> Any:
-    """x <- x + server update.
+    """Move the model along the mean update: x <- x + server update.
 
     Args:
         hparams: hyperparameters with `server`.

@@ -52,18 +52,19 @@ def fedprox(
         x   <- x + server mean_i (x_i - x)
 
     Args:
-        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
-            pytree like `params`).
-        sample: `sample(key, data)` returns the rows of one client's data for one step.
-        steps: number of local steps in a round.
-        cohort: number of clients that take part in a round, drawn at random; None is all of them.
-        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
-        reduce: a reducer of `commjax.core.robust` that replaces the mean; None is the mean.
+        value_and_grad: as in `fedavg`.
+        sample: as in `fedavg`.
+        steps: as in `fedavg`.
+        cohort: as in `fedavg`.
+        over: as in `fedavg`.
+        reduce: as in `fedavg`.
 
     Returns:
         The algorithm.
 
-    Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).  Holds if: mu = 0 is FedAvg.
+    With mu = 0 this is FedAvg.
+
+    Thesis: baseline of Ch. 3 to 5 (Li et al., 2020).
     """
     train = local.sgd(value_and_grad, sample, steps)
 

@@ -87,7 +87,7 @@ def client_value(values: Any, client: ClientId) -> Array:
 
 
 def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
-    """alpha x + (1 - alpha) x_i*, in the dtypes of x.
+    """Mix the global model x and a client's optimum x_i*: alpha x + (1 - alpha) x_i*, in the dtypes of x.
 
     Args:
         alpha: weight of the global model.
@@ -104,7 +104,7 @@ def mixture(alpha: Any, params: Params, optimum: PyTree) -> Params:
 
 
 def personalized(hparams: Any, state: State, at: Shaped[Array, "m"] | None = None) -> PyTree:
-    """The models that the clients of FLIX or Scafflix deploy: alpha_i x + (1 - alpha_i) x_i*.
+    """Return the models that the clients of FLIX or Scafflix deploy: alpha_i x + (1 - alpha_i) x_i*.
 
     Args:
         hparams: hyperparameters with `alpha`.
@@ -126,7 +126,7 @@ Objective = Callable[[Any, Params, PyTree, Any], tuple[Array, Params]]
 
 
 def objective(value_and_grad: ValueAndGrad) -> Objective:
-    """The FLIX objective of one client.
+    """Make the FLIX objective of one client, the loss at the mixture of the model x and the client's optimum x_i*.
 
         f_i(alpha x + (1 - alpha) x_i*),   with the gradient alpha grad f_i(alpha x + (1 - alpha) x_i*) in x
 
@@ -137,7 +137,8 @@ def objective(value_and_grad: ValueAndGrad) -> Objective:
     Returns:
         A function (alpha, params, optimum, data) -> (value, gradient in x).
 
-    Thesis: Sec. 3.1 (FLIX); alpha_i^2 L_i-smooth and alpha_i^2 mu_i-strongly convex (Sec. B.2).
+    Thesis: Sec. 3.1.  If f_i is L_i-smooth and mu_i-strongly convex, the objective is alpha_i^2 L_i-smooth and
+    alpha_i^2 mu_i-strongly convex (Sec. B.2).
     """
 
     def value_and_mixed_grad(alpha: Any, params: Params, optimum: PyTree, data: Any) -> tuple[Array, Params]:
@@ -191,7 +192,7 @@ def flix(
 
 
 def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTree:
-    """The given x_i*; a ValueError unless there is one row per client, each of the structure of x.
+    """Return `optimum`, after a check: raise a ValueError unless it has one row like x per client.
 
     Args:
         params: x.
@@ -211,7 +212,7 @@ def checked_optimum(params: Params, ids: Array, optimum: PyTree | None) -> PyTre
 
 
 def checked_alpha(alpha: ArrayLike) -> np.ndarray:
-    """alpha in float64; a ValueError unless it is in [0, 1], one number or one per client."""
+    """Return alpha in float64.  Raises a ValueError unless it is one number in [0, 1], or one per client."""
     alpha = np.asarray(alpha, np.float64)
     if alpha.ndim > 1 or not np.all((alpha >= 0) & (alpha <= 1)):
         raise ValueError(f"alpha={alpha}; allowed: one number in [0, 1], or one for each client")
@@ -219,16 +220,16 @@ def checked_alpha(alpha: ArrayLike) -> np.ndarray:
 
 
 def theoretical(L_i: Float[np.ndarray, "n"], alpha: ArrayLike) -> HParams:
-    """gamma = 1 / mean_i alpha_i^2 L_i.
+    """Hyperparameters of FLIX from theory: gamma = 1 / mean_i alpha_i^2 L_i.
 
     Args:
-        L_i: smoothness constants of the f_i.
+        L_i: smoothness constants of the f_i, [n].
         alpha: weight of the global model, one number or one per client.
 
     Returns:
         The hyperparameters.
 
-    Thesis: Sec. 3.1.  Differs: S6 (here, and only here, the constant has alpha_i^2).
+    Thesis: Sec. 3.1.  Differs (docs/errata.md): S6 (alpha_i^2 belongs to FLIX only; Scafflix has gamma_i = 1 / L_i).
 
     >>> theoretical(np.array([2.0, 4.0]), 0.5).gamma
     1.3333333333333333

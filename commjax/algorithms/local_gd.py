@@ -59,7 +59,8 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
     Returns:
         The algorithm.
 
-    Thesis: LocalGD, MB-GD and MB-LocalGD (Fig. 5.2, Fig. 5.4).  Weights 1/|S| (P3).
+    Thesis: LocalGD, MB-GD and MB-LocalGD (Fig. 5.2, Fig. 5.4).
+    Differs (docs/errata.md): P3 (the members have the weights 1/|S|).
     """
 
     def trained(hparams: HParams, params: Params, data: PyTree) -> tuple[Array, Array]:
@@ -99,7 +100,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
         return np.unique(draw.ids[draw.mask])
 
     def server_step(key: Key, hparams: HParams, server: Server, ids: Array, models: PyTree) -> Server:
-        """Put the models into the slots of the draw, as the simulation does; an empty slot has weight 0."""
+        """Average the models in the order in which the simulation draws the members; an empty slot has weight 0."""
         draw = sampling.sample(rounds.keys(key, server.round, sampling.n).shared)
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(models)
         slots = rows[jnp.minimum(jnp.searchsorted(ids, draw.ids), len(ids) - 1)]
@@ -120,7 +121,7 @@ def mb_local_gd(value_and_grad: ValueAndGrad, sampling: Sampling) -> Algorithm:
 
 
 def _advanced(hparams: HParams, server: Server, mean: Array) -> tuple[Server, Array]:
-    """The next x, and the code of the round; x stays unchanged if the mean is not finite."""
+    """Return the server with the next x, and the code of the round; x stays unchanged if the mean is not finite."""
     stepsize, steps = (jnp.asarray(value).astype(float) for value in hparams)
     bad = ~(checks.is_positive(stepsize) & checks.is_count(steps)) | ~jnp.all(jnp.isfinite(mean))
     before, unravel = ravel_pytree(server.params)
@@ -129,28 +130,28 @@ def _advanced(hparams: HParams, server: Server, mean: Array) -> tuple[Server, Ar
 
 
 def theoretical(sampling: Sampling, L_i: Float[np.ndarray, "n"], steps: int = 1) -> HParams:
-    """The largest stepsizes that theory allows for MB-GD (steps = 1) and MB-LocalGD.
+    """Hyperparameters with the largest stepsize that theory allows for MB-GD (steps = 1) or MB-LocalGD.
 
         MB-GD:       1 / (2 L_AS),   L_AS = max_i E [sum_{j in S} L_j / (n p_j) | i in S]      (`Sampling.smoothness`)
         LocalGD:     min(1 / (2 L_AS), 1 / (4 L), 1 / (8 L (steps - 1))),   L = max_i L_i
 
-    L_AS is a constant of expected smoothness, E |grad f_S(x) - grad f_S(x*)|^2 <= 2 L_AS (f(x) - f(x*)): Gower et al.
-    (2019), Thm 3.1.  For nice sampling it is their n (tau - 1) / (tau (n - 1)) mean L_i + (n - tau) / (tau (n - 1)) max
-    L_i.  The bounds with local steps are those of Khaled, Mishchenko and Richtarik (2020) for clients with different
-    data.
+    p_j is the probability that client j is in S.  L_AS is a constant of expected smoothness:
+    E |grad f_S(x) - grad f_S(x*)|^2 <= 2 L_AS (f(x) - f(x*)) (Gower et al., 2019, Thm 3.1).  For nice sampling of tau
+    clients it is n (tau - 1) / (tau (n - 1)) mean L_i + (n - tau) / (tau (n - 1)) max L_i.  The bounds with local steps
+    are those of Khaled, Mishchenko and Richtarik (2020) for clients with different data.
 
     Args:
         sampling: draws the cohort S.
-        L_i: smoothness constants of the f_i.
+        L_i: smoothness constants of the f_i, [n].
         steps: number of local steps.
 
     Returns:
         The hyperparameters.
 
     Thesis: the "optimal" rates of Sec. 5.4.2 and Sec. 5.4.4.
-    Holds if: f_i convex and L_i-smooth, f strongly convex for MB-GD; clients are averaged alike, which is unbiased if
-    each has the same share.  LocalGD's theorem has all clients in every round; that 1 / (2 L_AS) suffices with cohorts
-    is a rule of thumb.
+    Holds if: f_i convex and L_i-smooth; for MB-GD also f strongly convex, and a sampling in which all clients have the
+    same share of the mean over S.  LocalGD's theorem needs all clients in every round; with cohorts, 1 / (2 L_AS) is a
+    rule of thumb.
 
     >>> from commjax.sampling import samplings
     >>> theoretical(samplings.nice(2, 1), np.array([1.0, 2.0])), theoretical(

@@ -43,17 +43,17 @@ def local_optima(
     tolerance: float = 1e-6,
     max_iterations: int = 100_000,
 ) -> LocalOptima:
-    """x_i* = argmin f_i by gradient descent with stepsize 1/L_i, for all clients in one program.
+    """Find x_i* = argmin f_i by gradient descent with stepsize 1/L_i, for all clients in one program.
 
-    A client stops when |grad f_i| <= tolerance; its own number of iterations is reported.
+    Each client stops when its |grad f_i| <= tolerance.
 
     Args:
         value_and_grad: as in `flix.objective`.
-        params: where all clients start.
+        params: the model from which all clients start.
         data: the data of all clients, leading axis n.
         L_i: smoothness constants, one number or one per client.
-        tolerance: on |grad f_i|.
-        max_iterations: a client that needs more stops there, with `converged` False.
+        tolerance: |grad f_i| at which a client stops.
+        max_iterations: largest number of steps of a client; a client that needs more has `converged` False.
 
     Returns:
         The optima.
@@ -86,7 +86,7 @@ def local_optima(
 
 
 def epoch_steps(data: PyTree, epochs: float | int, batch: int) -> int:
-    """Number of steps of `batch` rows that make `epochs` epochs of the largest client: the `steps` of `local_sgd`.
+    """Return how many steps of `batch` rows are `epochs` epochs of the largest client, for `local_sgd`.
 
     Args:
         data: the data of all clients, leading axes n and rows.
@@ -120,7 +120,7 @@ def local_sgd(
     Args:
         key: random key of the rows.
         value_and_grad: as in `flix.objective`.
-        params: where all clients start.
+        params: the model from which all clients start.
         data: the data of all clients, leading axis n.
         stepsize: stepsize of SGD.
         steps: number of steps (`epoch_steps` for a number of epochs).

@@ -37,12 +37,13 @@ class Advice(NamedTuple):
 
 
 def solver_for(convex: bool, count: str = "iterations") -> Advice:
-    """The solver for the prox: CG or a quasi-Newton method if f_S is convex, Adam with a tuned rate for networks.
+    """Choose the solver of the prox: CG or L-BFGS if f_S is convex, Adam with a tuned rate for networks.
 
     Args:
-        convex: whether every f_S is convex.
-        count: what a local round is, "iterations" as in the thesis or "evaluations" as in the ledger (P12).  CG takes
-            the fewest iterations (Fig. 5.4), L-BFGS the fewest evaluations (`experiments.cohort_squeeze solvers`).
+        convex: whether the loss f_S of every cohort S is convex.
+        count: what is to be small: "iterations", the local rounds of the thesis, or "evaluations", the aggregations
+            that commjax counts (erratum P12 in docs/errata.md).  CG takes the fewest iterations (Fig. 5.4), L-BFGS the
+            fewest evaluations (`experiments.cohort_squeeze solvers`).
 
     Returns:
         The solver's name and its constructor.
@@ -135,7 +136,8 @@ class Pilot(NamedTuple):
             c2: cost of an exchange between a hub and the server; needs hubs.
 
         Returns:
-            The setting with the smallest mean cost over seeds.  ValueError if none reaches the target in every seed.
+            The setting with the smallest mean cost over seeds.  Raises a ValueError if none reaches the target in every
+            seed.
         """
         if not 0 < accuracy < 1:
             raise ValueError(
@@ -212,19 +214,19 @@ def pilot(
 ) -> Pilot:
     """Simulate SPPM-AS on a quadratic model of the problem, for several samplings, stepsizes and local rounds.
 
-    The clients take part in `iterations` steps of L-BFGS, about as many aggregations (`spent`).  Each client then sends
-    its gradient and Hessian at the last point.  All else is simulated without the clients: the same `sppm_as`, with the
-    same accounting, on f_i(x + z) ~ g_i z + z' H_i z / 2.  Samplings have one client per cluster: stratified, nice, and
-    block if every cluster has as many members as there are clusters.  The gammas are 1 to 4096 times 1 / L, where L is
-    the largest eigenvalue of the mean Hessian.
+    First the clients take `iterations` steps of L-BFGS on the mean loss, which needs about as many aggregations
+    (`spent`).  Each client then sends its gradient g_i and Hessian H_i at the last point x.  The server simulates
+    `sppm_as` on the model f_i(x + z) ~ g_i z + z' H_i z / 2, with the same accounting of costs.  A cohort has as many
+    clients as there are clusters, drawn by stratified sampling, by nice sampling, and by block sampling if every
+    cluster has this size.  The gammas are 1 to 4096 times 1 / L, where L is the largest eigenvalue of the mean Hessian.
 
-    Holds if: convex; the losses are near to quadratic between `params` and the optimum.  Otherwise the prediction is
+    Holds if: the losses are convex, and nearly quadratic between `params` and the optimum.  Otherwise the prediction is
     rough.
 
     Args:
         key: random key of the simulated cohorts.
         loss: `loss(params, data)` returns the loss of one client, a scalar.
-        params: where the run will start.
+        params: the model with which the run will start.
         data: the data of all clients, leading axis n.
         clusters: ids of similar clients, for example `clustering.by_features`.  A cohort has as many clients as there
             are clusters.
@@ -286,22 +288,22 @@ def recommend(
     hubs: Hubs | None = None,
     **options: Any,
 ) -> Recommendation:
-    """The cheapest setting of SPPM-AS for |x - x*|^2 <= accuracy |x0 - x*|^2, from the loss and the data alone.
+    """Recommend the cheapest setting of SPPM-AS that reaches |x - x*|^2 <= accuracy |x0 - x*|^2, by simulation.
 
     Args:
         key: random key of the simulated cohorts.
         loss: `loss(params, data)` returns the loss of one client, a scalar.
-        params: where the run will start.
+        params: the model with which the run will start.
         data: the data of all clients, leading axis n.
         clusters: ids of similar clients; a cohort has as many clients as there are clusters.
         accuracy: target for |x - x*|^2 / |x0 - x*|^2, between 0 and 1.
         c1: cost of an aggregation inside the cohort.
         c2: cost of an exchange between a hub and the server.
         hubs: hubs of the planned run; None with c2 > 0 puts all clients under one hub, as the thesis does.
-        **options: other arguments of `pilot`, which also states what the clients have to compute.
+        **options: other arguments of `pilot`.  Its docstring says what the clients have to compute.
 
     Returns:
-        The setting, its predicted cost, and a text (`print`).
+        The setting and its predicted cost; `print` shows both as text.
 
     Thesis: Table 5.1.
     """

@@ -65,21 +65,21 @@ def scaffold(
         c_i' = c_i - c + (x - x_i) / (steps stepsize)
         x   <- x + server mean_{i in S} (x_i - x)      c <- c + (|S|/n) mean_{i in S} (c_i' - c_i)
 
-    The model and the control variate are sent in both directions: twice FedAvg's bits.
+    x is the model, c_i the control variate of client i, c the mean of the c_i, and S the cohort.  The model and the
+    control variate are sent in both directions, which is twice FedAvg's bits.
 
     Args:
-        value_and_grad: `value_and_grad(params, rows)` of one client returns the loss (a scalar) and the gradient (a
-            pytree like `params`).
-        sample: `sample(key, data)` returns the rows of one client's data for one step.
-        steps: number of local steps in a round.
-        cohort: |S|, the number of clients that take part in a round, drawn at random; None is all of them.
-        over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
+        value_and_grad: as in `fedavg`.
+        sample: as in `fedavg`.
+        steps: as in `fedavg`.
+        cohort: |S|, as in `fedavg`.
+        over: as in `fedavg`.
         reduce: a reducer of `commjax.core.robust` that replaces the means; c = mean_i c_i then no longer holds.
 
     Returns:
         The algorithm.  Its `init(params, ids, shift=None)` takes the first c_i with one row per client; None is zeros.
 
-    Holds if: c = mean_i c_i at the start (zeros by default), which the steps keep, cohorts included.
+    Holds if: c = mean_i c_i at the start, as with zeros.  The rounds preserve this equality, with cohorts too.
     """
     train = local.sgd(value_and_grad, sample, steps)
 

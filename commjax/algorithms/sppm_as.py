@@ -1,6 +1,6 @@
 """SPPM-AS: the stochastic proximal point method with arbitrary sampling.
 
-A cohort of clients has several communication rounds before the next cohort is drawn.
+A cohort of clients has several communication rounds before the server draws the next cohort.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def check(hparams: HParams, n: int) -> None:
 
 
 def refused(hparams: HParams) -> Array:
-    """Whether a value of the hyperparameters is not allowed, for traced values too.
+    """Whether the hyperparameters have a value that is not allowed; unlike `check`, it works for traced values.
 
     Args:
         hparams: the hyperparameters.
@@ -110,6 +110,8 @@ def sppm_as(
         S ~ sampling,   f_S = sum_{i in S} f_i / (n p_i)
         x <- prox_{gamma f_S}(x) = argmin_z f_S(z) + |z - x|^2 / (2 gamma),   by K iterations of the solver
 
+    x is the model, n the number of clients, and p_i the probability that client i is in the cohort S.
+
     Args:
         loss: `loss(params, data)` returns the loss of one client, a scalar.
         sampling: draws the cohort S.
@@ -129,9 +131,10 @@ def sppm_as(
         The algorithm; its `init` is that of `fedavg`.
 
     Thesis: Alg. 8, Sec. 5.3.2 (convergence theorem).
-    Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0; inexact prox: `theory.sppm` and the residual in
-    the metrics.
-    Differs: P1 (1/(2 gamma)), P3 (weights 1/(n p_i)), P12 (evaluations are counted, not only iterations).
+    Holds if: f_i mu_i-strongly convex, the prox exact, any gamma > 0.  For an inexact prox, `theory.sppm` has bounds in
+    terms of the residual, which the metrics report.
+    Differs (docs/errata.md): P1 (1/(2 gamma)), P3 (weights 1/(n p_i)), P12 (evaluations are counted, not only
+    iterations).
     """
     ledger = _Ledger(hubs, vectors, received)
 
@@ -223,7 +226,7 @@ def cost(metrics: Metrics, c1: float, c2: float) -> Array:
         The costs, of the shape of the metrics.
 
     Thesis: Sec. 5.4.5.
-    Differs: P11, P12.
+    Differs (docs/errata.md): P11 (several hubs pay c2 at every evaluation), P12 (evaluations, not iterations).
     """
     inside, outside = (rounds.astype(metrics.bits_up.dtype) for rounds in (metrics.local_rounds, metrics.hub_rounds))
     return c1 * inside + c2 * outside

@@ -31,13 +31,25 @@ def _subcommand(name: str) -> object:
     return conf and conf.subcommand(name)
 
 
-# Options whose default is no value of theirs, with what the help text says instead of "None".
+# Options whose default is None, with the text that the help shows instead of "None".
 Window = Annotated[int | None, _arg(metavar="INT", help_behavior_hint="(default: the model's longest, at most 2048)")]
 Tokenizer = Annotated[
     Path | None, _arg(metavar="FILE", help_behavior_hint="(default: tok<size>.bin or tokenizer.bin beside it)")
 ]
 SameSign = Annotated[bool | None, _arg(help_behavior_hint="(default: True with a pattern, else False)")]
 JoinName = Literal["relative", "relative_to_sum", "plain", "harmonic", "root"]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The option of a score that joins two norms.
+
+    Attributes:
+        join: plain |W|(u+v), root |W| sqrt(u^2+v^2), relative |W|/u+|W|/v, relative_to_sum |W|/(u+v), harmonic
+            |W|/(1/u+1/v), where u and v are the norms.
+    """
+
+    join: JoinName = "plain"
 
 
 @dataclass(frozen=True)
@@ -62,27 +74,13 @@ class OWanda:
 
 
 @dataclass(frozen=True)
-class SymWanda:
-    """|W| (|X_j| + |Y_k|), with the norms of inputs and outputs.
-
-    Attributes:
-        join: plain |W|(u+v), root |W| sqrt(u^2+v^2), relative |W|/u+|W|/v, relative_to_sum |W|/(u+v), harmonic
-            |W|/(1/u+1/v), where u and v are the norms.
-    """
-
-    join: JoinName = "plain"
+class SymWanda(_Joined):
+    """|W| (|X_j| + |Y_k|), with the norms of inputs and outputs."""
 
 
 @dataclass(frozen=True)
-class Symmetric:
-    """|W| (|W_j| + |W_k|), with norms of the weights.
-
-    Attributes:
-        join: plain |W|(u+v), root |W| sqrt(u^2+v^2), relative |W|/u+|W|/v, relative_to_sum |W|/(u+v), harmonic
-            |W|/(1/u+1/v), where u and v are the norms.
-    """
-
-    join: JoinName = "plain"
+class Symmetric(_Joined):
+    """|W| (|W_j| + |W_k|), with norms of the weights."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,8 @@ class Dsnot:
 
 
 @dataclass(frozen=True)
-class R2Dsnot:
-    """R^2-DSnoT: DSnoT with relative importance and a regulariser.
+class _Relative:
+    """The options of R^2-DSnoT that DSnoT does not have.
 
     Attributes:
         relative_grow: Relative importance in the grow rule.
@@ -173,11 +171,6 @@ class R2Dsnot:
         regularizer: Norm of the kept weights of the output (as printed), of the input, or of the output after the
             change.
         literal: The printed grow rule, without the weight.
-        cycles: Largest number of swaps of an output.
-        threshold: Expected error at which an output is done.
-        power: Power of the variance in the grow rule.
-        same_sign: An output is also done when its error would change sign.
-        mlp: Also swap in the MLP, where the released DSnoT does not.
     """
 
     relative_grow: bool = True
@@ -188,11 +181,11 @@ class R2Dsnot:
     p: float = 2.0
     regularizer: Regularizer = "out"
     literal: bool = False
-    cycles: int = 50
-    threshold: float = 0.1
-    power: float = 1.0
-    same_sign: SameSign = None
-    mlp: bool = False
+
+
+@dataclass(frozen=True)
+class R2Dsnot(Dsnot, _Relative):  # fields of the last base come first
+    """R^2-DSnoT: DSnoT with relative importance and a regulariser."""
 
 
 REGROW = {

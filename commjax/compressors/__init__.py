@@ -5,6 +5,9 @@
     m_nice  perm_k                                  joint: the clients coordinate what they send
     scaled  rounded  leafwise                       built from another compressor
 
+C(eta, omega) is the class of randomised maps C on R^d with |E C(x) - x| <= eta |x| and E |C(x) - E C(x)|^2 <= omega
+|x|^2; omega_ran is the relative variance of the mean over n clients (`core.compression.Constants`).
+
 A compressor treats a pytree as one vector: top_k(2) sends two numbers in all.  `leafwise` compresses leaf by leaf.
 """
 

@@ -7,7 +7,7 @@ Bits = np.ndarray
 
 
 def whole_bytes(bits: int) -> int:
-    """Round a number of bits up to a multiple of 8, which is what is sent.
+    """Round a number of bits up to a multiple of 8, because messages consist of whole bytes.
 
     Args:
         bits: number of bits.

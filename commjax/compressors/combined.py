@@ -20,7 +20,7 @@ def scaled(factor: float, compressor: Compressor) -> Compressor:
 
     Both sides know the factor, so it is not sent.
     Thesis: Prop. 2.2.1.
-    Differs: E7 (eta' is in [0, 1)).
+    Differs (docs/errata.md): E7 (eta' is in [0, 1)).
 
     Args:
         factor: lambda, 0 < lambda <= 1.

@@ -174,7 +174,7 @@ def comp(k: int, k_top: int) -> Compressor:
 
     comp-(k, k) is top-k.  comp-(k, d) has the law of rand-k.  The positions depend on the data and are sent.
     Thesis: Prop. A.1.2.
-    Differs: E9 (the factor k'/k), E10 (1 - eta^2 - omega is only a bound), E13 (positions are not free).
+    Differs (docs/errata.md): E9 (the factor k'/k), E10 (1 - eta^2 - omega is only a bound), E13 (positions cost bits).
 
     Args:
         k: number of entries that are sent, 1 <= k <= k'.
@@ -210,7 +210,7 @@ def mix(k: int, k_rand: int) -> Compressor:
 
     Only the positions of the k largest entries are sent; the receiver draws the others from the shared key.
     Thesis: Prop. A.1.1.
-    Differs: E9 (k + k' = d is the identity).
+    Differs (docs/errata.md): E9 (k + k' = d is the identity).
 
     Args:
         k: number of largest magnitudes to keep, at least 1.

@@ -161,7 +161,7 @@ def on_vectors(
 
 
 def payload_bytes(compressor: Compressor, key: Key, like: PyTree, id: ClientId = 0, n: int = 1) -> int:
-    """Return the length of a message in bytes, on the host, as an exact integer at any size.
+    """Return the length of a message in bytes, computed on the host.
 
     Args:
         compressor: the compressor of the message.
@@ -171,8 +171,8 @@ def payload_bytes(compressor: Compressor, key: Key, like: PyTree, id: ClientId =
         n: number of clients.
 
     Returns:
-        `compressor.length`.  A compressor without `length` is asked for the bits of `compress`, a float32 number; from
-        2^24 bits on, the next larger float32 number is used.
+        The exact length from `compressor.length`.  For a compressor without `length`, the length comes from the bits
+        that `compress` counts in float32; from 2^24 bits on it is an upper bound.
     """
     if compressor.length is not None:
         return compressor.length(key, like, id, n)

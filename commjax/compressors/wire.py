@@ -7,7 +7,7 @@ bit_fields      integers of a fixed width
 index_codes     sets of positions
 digits          digits of any base
 
-This module has the values and the trees, and hands on the names of the three others.
+This module encodes arrays and pytrees, and re-exports the names of the other three modules.
 """
 
 from itertools import accumulate, pairwise
@@ -99,7 +99,7 @@ def encode_tree(tree: PyTree) -> bytes:
 
 
 def decode_tree(data: bytes, like: PyTree) -> PyTree:
-    """Invert `encode_tree`.
+    """Read a tree from the bytes that `encode_tree` wrote.
 
     Args:
         data: the bytes.

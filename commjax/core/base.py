@@ -51,7 +51,7 @@ Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Axis:
-    """A device axis whose last rows are padding.
+    """A named axis of devices over which the clients are split, and whose last rows are padding.
 
     Attributes:
         name: the name of the axis.
@@ -69,7 +69,8 @@ AxisName = str | Axis | None
 class State(NamedTuple):
     """Everything that a method remembers, split into the server's part and the clients' part.
 
-    `State(P(), P("clients"))` is therefore a prefix for `shard_map`, and `State(None, 0)` is one for `pmap`.
+    Because of the split, `State(P(), P("clients"))` is a prefix of specs for `shard_map`, and `State(None, 0)` for
+    `pmap`.
 
     Attributes:
         server: a NamedTuple with at least `round` and `params`; replicated on all devices.

@@ -11,15 +11,15 @@ from commjax.core.base import Key
 
 @runtime_checkable
 class BatchFn(Protocol):
-    """Chooses the data of a round."""
+    """A function that chooses the data of a round."""
 
     def __call__(self, key: Key, ids: Shaped[Array, "n"], data: PyTree, /) -> PyTree:
-        """Return the batch, with a leading client axis, of the clients `ids`, whose rows are `data`."""
+        """Return the batch of the clients `ids` [n], with a leading client axis, from their rows `data`."""
         ...
 
 
 def full_batch(key: Key, ids: Shaped[Array, "n"], data: PyTree) -> PyTree:
-    """Use all data in every round, for exact gradients."""
+    """Return `data` unchanged: every round uses all rows, for exact gradients."""
     return data
 
 

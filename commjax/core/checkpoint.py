@@ -125,7 +125,8 @@ def load(
         identity: Entries that the stored identity must have; None checks none.
 
     Returns:
-        (state, history).  CheckpointError if the file is damaged or truncated, or has another format, structure or run.
+        (state, history).  Raises a CheckpointError if the file is damaged or truncated, or if it has another format or
+        structure or belongs to another run.
     """
     return load_all(path, like, identity)[:2]
 
@@ -147,7 +148,7 @@ def load_all(
         identity: Entries that the stored identity must have; None checks none.
 
     Returns:
-        (state, history, identity).  CheckpointError as in `load`.
+        (state, history, identity).  Raises a CheckpointError in the cases of `load`.
     """
     arrays, metadata = _read(path)
     structure, stored = _texts(path, metadata, "structure"), _texts(path, metadata, "identity")

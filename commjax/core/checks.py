@@ -1,5 +1,7 @@
 """Validation of the arguments of a run: `entry` validates all of them, the other functions one each.
 
+Most functions take the name of an argument, which the error shows, and its value: a number or an array.
+
 A value that JAX traces has no number yet and is skipped: inside `jit`, `vmap` and `shard_map` only types and shapes are
 validated.
 """
@@ -44,7 +46,7 @@ def is_count(values: Any) -> Any:
 
 
 def positive(name: str, value: Any) -> None:
-    """ValueError unless 0 < value < infinity.
+    """Raise a ValueError unless 0 < value < infinity.
 
     >>> positive("gamma", -1.0)
     Traceback (most recent call last):
@@ -54,46 +56,46 @@ def positive(name: str, value: Any) -> None:
 
 
 def at_least_zero(name: str, value: Any) -> None:
-    """ValueError unless 0 <= value < infinity."""
+    """Raise a ValueError unless 0 <= value < infinity."""
     _refuse_unless(lambda x: (x >= 0) & (x < np.inf), name, value, "at least 0 and finite")
 
 
 def above_zero(name: str, value: Any) -> None:
-    """ValueError unless value > 0; infinity is allowed."""
+    """Raise a ValueError unless value > 0; infinity is allowed."""
     _refuse_unless(lambda x: x > 0, name, value, "positive")
 
 
 def finite(name: str, value: Any) -> None:
-    """ValueError unless the value is finite."""
+    """Raise a ValueError unless the value is finite."""
     _refuse_unless(np.isfinite, name, value, "finite")
 
 
 def share(name: str, value: Any) -> None:
-    """ValueError unless 0 <= value <= 1."""
+    """Raise a ValueError unless 0 <= value <= 1."""
     _refuse_unless(lambda x: (x >= 0) & (x <= 1), name, value, "0 to 1")
 
 
 def probability(name: str, value: Any) -> None:
-    """ValueError unless 0 < value <= 1."""
+    """Raise a ValueError unless 0 < value <= 1."""
     _refuse_unless(lambda x: (x > 0) & (x <= 1), name, value, f"0 < {name} <= 1")
 
 
 def count(name: str, value: Any) -> None:
-    """ValueError unless the value is a whole number of at least 1."""
+    """Raise a ValueError unless the value is a whole number of at least 1."""
     _refuse_unless(is_count, name, value, "a whole number of at least 1")
 
 
 def scalars(hparams: Any) -> None:
-    """ValueError unless every field is one number."""
+    """Raise a ValueError unless every field is one number."""
     for name, value in hparams._asdict().items():
         scalar(name, value)
 
 
 def scalar(name: str, value: Any) -> None:
-    """ValueError unless the value is one number.
+    """Raise a ValueError unless the value is one number.
 
     Args:
-        name: of the argument.
+        name: name of the argument, for the error.
         value: a number, or an array, which may be traced.
     """
     if np.ndim(value):
@@ -101,13 +103,13 @@ def scalar(name: str, value: Any) -> None:
 
 
 def per_client(name: str, value: Any, n: int) -> None:
-    """ValueError unless the value is one number or has one entry for each of n clients."""
+    """Raise a ValueError unless the value is one number or has one entry for each of n clients."""
     if jnp.ndim(value) and jnp.shape(value) != (n,):
         raise ValueError(f"{name} has shape {jnp.shape(value)}; allowed: one number, or one for each of {n} clients")
 
 
 def ids_of(ids: Any) -> None:
-    """TypeError unless `ids` is a vector of integers."""
+    """Raise a TypeError unless `ids` is a vector of integers."""
     if not (hasattr(ids, "dtype") and jnp.ndim(ids) == 1 and jnp.issubdtype(ids.dtype, jnp.integer)):
         raise TypeError(f"ids must be a vector of client numbers, such as jnp.arange(n), got {_shown(ids)}")
 
@@ -157,23 +159,23 @@ def typed_key(key: Any) -> bool:
 
 
 def key_of(key: Any, swept: bool = False) -> None:
-    """TypeError unless `key` is a typed key, or with `swept` a vector of them."""
+    """Raise a TypeError unless `key` is a typed key, or with `swept` a vector of them."""
     if not typed_key(key) or key.ndim != int(swept):
         allowed = "a row of keys, jax.random.split(key, number)" if swept else "one key, jax.random.key(seed)"
         raise TypeError(f"key must be {allowed}, got {_shown(key)}")
 
 
 def rounds_of(num_rounds: Any) -> None:
-    """ValueError unless `num_rounds` is an integer of at least 0."""
+    """Raise a ValueError unless `num_rounds` is an integer of at least 0."""
     if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 0:
         raise ValueError(f"num_rounds must be an integer of at least 0, got {num_rounds!r}")
 
 
 def hparams_of(algorithm: Algorithm, hparams: Any, n: int, swept: bool = False) -> None:
-    """TypeError for HParams of another method, ValueError for values that the method does not allow.
+    """Raise a TypeError for HParams of another method, and a ValueError for values that the method does not allow.
 
     Args:
-        algorithm: nothing is checked if its `spec` is None.
+        algorithm: the method.  Nothing is checked if its `spec` is None.
         hparams: hyperparameters of one run, or with `swept` of several runs.
         n: number of clients.
         swept: whether the leaves of `hparams` have a leading axis of settings; every setting is then checked.
@@ -192,13 +194,13 @@ def hparams_of(algorithm: Algorithm, hparams: Any, n: int, swept: bool = False) 
 
 
 def server_of(algorithm: Algorithm, server: Any) -> None:
-    """TypeError unless `server` has the type of this algorithm's server state."""
+    """Raise a TypeError unless `server` has the type of this algorithm's server state."""
     if (spec := algorithm.spec) is not None and not isinstance(server, spec.server):
         raise TypeError(f"state.server must be {_name(spec.server)}, got {_type(server)}: it is of another method")
 
 
 def state_of(algorithm: Algorithm, state: Any) -> None:
-    """TypeError unless `state` has the types that this algorithm's `init` returns."""
+    """Raise a TypeError unless `state` has the types that this algorithm's `init` returns."""
     if not isinstance(state, State) or not hasattr(state.server, "round") or not hasattr(state.clients, "id"):
         raise TypeError(f"state must be what algorithm.init(params, ids) makes, got {_type(state)}")
     server_of(algorithm, state.server)
@@ -223,7 +225,7 @@ def entry(
         swept: whether the leaves of `hparams` have a leading axis of settings.
 
     Returns:
-        None.  A TypeError or ValueError names the argument, what was given and what is allowed.
+        None.  Raises a TypeError or ValueError that names the argument, what was given and what is allowed.
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm must be an Algorithm, such as fedavg.fedavg(...), got {_shown(algorithm)}")
@@ -234,7 +236,7 @@ def entry(
 
 
 def minibatch_of(size: int, data: PyTree) -> None:
-    """ValueError if the leaves [n, rows, ...] of `data` have fewer than `size` rows; padding counts as rows."""
+    """Raise a ValueError if the leaves [n, rows, ...] of `data` have fewer than `size` rows; padding counts as rows."""
     rows = min((leaf.shape[1] for leaf in jax.tree.leaves(data) if jnp.ndim(leaf) > 1), default=size)
     if size > rows:
         raise ValueError(f"minibatches: size={size}, but a client has {rows} rows; allowed: 1 to {rows}")

@@ -31,7 +31,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedRun:
-    """The job of `runner.loop`.
+    """A run as `runner.loop` advances it: compiled chunks, a placement and a checkpoint.
 
     Attributes:
         place: where the state lives.
@@ -63,7 +63,7 @@ class ChunkedRun:
         return self.place.whole(state)
 
     def check(self, state: Any, metrics: Mapping[str, np.ndarray], start: int) -> None:
-        """DivergedError if the loss or the params are not finite, except in a sweep."""
+        """Raise a DivergedError if the loss or the params are not finite, except in a sweep."""
         bad = None if self.swept else first_bad_round(metrics, state.server.params, start)
         if bad is not None:
             kept = f"; {self.path} is that of round {start}" if self.path is not None and self.path.exists() else ""
@@ -90,18 +90,18 @@ class ChunkedRun:
         return shards.shared(whole), shards.shared_arrays(history)
 
     def agreed(self, signum: int | None) -> int | None:
-        """The largest signal of all processes."""
+        """The largest signal number that any process received; None if no process received a signal."""
         if self.path is None or not shards.over_processes(self.place.mesh):
             return signum
         return int(np.max(multihost_utils.process_allgather(np.int32(signum or 0)))) or None
 
     def resume_text(self, done: int) -> str:
-        """How to continue."""
+        """One line that says how to continue the run; empty in processes that do not write."""
         return f"{self.path} is saved in round {done}; the same call continues there" if self.writes else ""
 
 
 class RunInputs(NamedTuple):
-    """What a run consists of, as `runner.loop` was called.
+    """The arguments of `runner.loop` that define a run.
 
     Attributes:
         key: key of the run, or the keys of a sweep.
@@ -136,7 +136,7 @@ def placed(inputs: RunInputs, mesh: Mesh | None, n: int | None) -> tuple[Placeme
         n: number of clients, if rows are padded; None: all rows are clients.
 
     Returns:
-        The placement and the number of clients.  ValueError if `n` or the rows do not fit.
+        The placement and the number of clients.  Raises a ValueError if `n` or the rows do not fit.
     """
     rows, keys = len(inputs.state.clients.id), len(inputs.key) if inputs.swept else 0
     if mesh is not None:

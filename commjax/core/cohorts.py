@@ -42,13 +42,13 @@ class Members(NamedTuple):
 
 
 def check_cohort(size: int | None) -> None:
-    """ValueError unless `size` is None or at least 1."""
+    """Raise a ValueError unless `size` is None or at least 1."""
     if size is not None and size < 1:
         raise ValueError(f"cohort must be at least 1 client (or None for all), got {size}")
 
 
 def cohort_members(key: Key, ids: Shaped[Array, "m"], n: int, size: int) -> Bool[Array, "m"]:
-    """Which of the given clients belong to the cohort that `key` draws.
+    """Say which of the given clients belong to the cohort that `key` draws.
 
     Args:
         key: key of the draw, the same for all parties.

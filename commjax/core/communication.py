@@ -14,7 +14,7 @@ from commjax.core.base import Axis, AxisName, Reducer
 
 
 def plain_name(axis_name: AxisName) -> str | None:
-    """The name of a device axis, as JAX's collectives take it.
+    """Return the name of a device axis, as JAX's collectives take it.
 
     Args:
         axis_name: the device axis; None if there is none.
@@ -141,7 +141,7 @@ def gathered(rows: PyTree, axis_name: AxisName = None) -> PyTree:
 
 
 def count(ids: Shaped[Array, "n"], axis_name: AxisName = None) -> int:
-    """The number of clients on all devices, as a Python int.
+    """Return the number of clients on all devices, as a Python int.
 
     Args:
         ids: the ids on this device.
@@ -156,7 +156,7 @@ def count(ids: Shaped[Array, "n"], axis_name: AxisName = None) -> int:
 
 
 def real(local: int, axis_name: AxisName = None) -> Bool[Array, "m"]:
-    """Which rows of this device are clients, not padding.
+    """Say which rows of this device are clients, not padding.
 
     Args:
         local: number of rows on this device.
@@ -242,10 +242,10 @@ def largest(dtype: Any) -> float:
 
 
 def dense_bits(params: PyTree) -> int:
-    """Bits of a pytree that is sent uncompressed, as an exact int."""
+    """Return the number of bits of a pytree that is sent uncompressed, as an exact int."""
     return sum(8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
 
 
 def bits_of(params: PyTree) -> Array:
-    """`dense_bits` as an array of the default float dtype, for `Message.bits`."""
+    """Return `dense_bits` as an array of the default float dtype, for `Message.bits`."""
     return jnp.asarray(dense_bits(params), jnp.zeros(()).dtype)

@@ -24,13 +24,18 @@ class Message(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """The class C(eta, omega) of n compressors and their average relative variance omega_ran.
+    """The class C(eta, omega) of n compressors C_i on R^d, and the relative variance omega_ran of their mean.
 
-        | E C(x) - x |          <= eta |x|
-        E | C(x) - E C(x) |^2   <= omega |x|^2
+        | E C_i(x) - x |            <= eta |x|
+        E | C_i(x) - E C_i(x) |^2   <= omega |x|^2
         E | mean_i (C_i(x_i) - E C_i(x_i)) |^2  <=  omega_ran mean_i |x_i|^2
 
     Thesis: Sec. 2.2.1 and 2.2.2.
+
+    Attributes:
+        eta: relative bias.
+        omega: relative variance of one compressor.
+        omega_ran: relative variance of the mean over the clients.
     """
 
     eta: float

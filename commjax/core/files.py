@@ -6,9 +6,10 @@ import re
 import secrets
 import socket
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from commjax.core import signals
 
@@ -28,7 +29,7 @@ def _target(path: str | Path) -> Path:
 def _try_flock(handle: int) -> bool:
     """Lock an open file for this process.
 
-    False if another process holds the lock; OSError if the file system has no locks.
+    Returns False if another process holds the lock.  Raises an OSError if the file system has no locks.
     """
     import fcntl
 
@@ -49,6 +50,29 @@ def _remove_orphans(path: Path) -> None:
                     os.unlink(entry.path)
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Write a new file beside `path` that replaces it at the end of the block; an error removes the new file.
+
+    Args:
+        path: The file to replace.
+
+    Yields:
+        The new file, open for writing.
+    """
+    # Files of `tempfile` would be readable by their owner only.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Write a file so that a reader finds either the old or the new content, even after a power cut.
 
@@ -64,19 +88,10 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_orphans(path)
-    # Files of `tempfile` would be readable by their owner only.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            with suppress(OSError):  # the file system may have no locks
-                _try_flock(file.fileno())
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replaced(path) as file:
+        with suppress(OSError):  # the file system may have no locks
+            _try_flock(file.fileno())
+        file.write(data)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -87,7 +102,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 def _acquire(lock: Path, path: Path) -> int | None:
     """Open and lock the lock file.
 
-    Returns the handle, or None if nobody can write or lock there.  CheckpointError if another process holds the lock.
+    Returns the handle, or None if nobody can write or lock there.  Raises a CheckpointError if another process holds
+    the lock.
     """
     while True:
         try:

@@ -96,10 +96,10 @@ def row_digests(leaf: Any, n: int) -> UInt8[np.ndarray, "n 16"]:
 
 
 def of_run(key: Key, hparams: Any, state: State, data: PyTree, *, n: int, program: Any) -> dict[str, str]:
-    """The identity of a run, which does not depend on the devices on which it runs.
+    """Return the identity of a run, which does not depend on the devices on which it runs.
 
-    Of the first server state only the round and the params count: a mean over clients may be rounded differently on
-    another number of devices.
+    The identity contains only the round and the params of the first server state: other fields may be means over
+    clients, which are rounded differently on another number of devices.
 
     Args:
         key: Key of the run, or the keys of a sweep.
@@ -128,7 +128,7 @@ def of_run(key: Key, hparams: Any, state: State, data: PyTree, *, n: int, progra
 
 
 def program(jaxpr: Any) -> tuple[str, list[Any]]:
-    """Identify a traced program.
+    """Return what identifies a traced program: its text and its constants.
 
     Two methods may have equal states and hparams and differ in a compressor only; then their programs differ.
 
@@ -143,15 +143,15 @@ def program(jaxpr: Any) -> tuple[str, list[Any]]:
 
 
 def fingerprint(key: Key, hparams: Any, **parts: PyTree) -> dict[str, str]:
-    """The identity of a run: what must be the same for a checkpoint to be continued.
+    """Return the identity of a run: what must be the same for a checkpoint to be continued.
 
     Args:
         key: key of the run.
         hparams: hyperparameters of the run.
-        **parts: by name, trees of arrays and texts of which only a digest is stored.
+        **parts: trees of arrays and texts, by name; only their digests are stored.
 
     Returns:
-        Texts by name.  An error can show those of the hyperparameters and the key.
+        Texts by name.  The hyperparameters and the key are stored in full, so that an error can show them.
     """
     kind = type(hparams)
     return {
@@ -176,7 +176,7 @@ def check_identity(path: str | Path, stored: dict[str, str], identity: dict[str,
         identity: The entries that it must have.
 
     Returns:
-        None.  CheckpointError that names the first entry that differs.
+        None.  Raises a CheckpointError that names the first entry that differs.
     """
     if {"start", "data"} <= stored.keys() and "clients" in identity and "clients" not in stored:
         raise CheckpointError(

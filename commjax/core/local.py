@@ -34,7 +34,7 @@ class Train(Protocol):
 
 
 def all_rows(key: Key, data: PyTree) -> PyTree:
-    """Use all rows of the client, for exact gradients."""
+    """Return `data` unchanged: a step uses all rows of the client, for exact gradients."""
     return data
 
 
@@ -80,7 +80,7 @@ def minibatch(size: int) -> Sample:
 
 
 def check_batch(size: int, data: PyTree) -> None:
-    """ValueError unless every client has at least `size` rows.
+    """Raise a ValueError unless every client has at least `size` rows.
 
     `minibatch` cannot check this itself: it draws with replacement.  Call this function on the host, before a run.
 

@@ -48,7 +48,10 @@ class History:
         self._axes = (1, 3) if swept else (1,)
 
     def extend(self, name: str, values: np.ndarray) -> None:
-        """Append values along the last axis.  ValueError unless they are one number a time, or [h, s] of them."""
+        """Append values along the last axis.
+
+        Raises a ValueError unless they have one number per round, in a sweep [h, s] numbers per round.
+        """
         if values.ndim not in self._axes:
             raise ValueError(f"{name} must be one number a time (in a sweep: [h, s] of them), got shape {values.shape}")
         self._parts.setdefault(name, []).append(values)
@@ -98,7 +101,7 @@ class Job(Protocol):
         ...
 
     def check(self, state: Any, metrics: Mapping[str, np.ndarray], start: int) -> None:
-        """DivergedError if the chunk that began in round `start` is not finite."""
+        """Raise a DivergedError if the chunk that began in round `start` is not finite."""
         ...
 
     def whole(self, state: Any) -> Any:
@@ -119,7 +122,7 @@ class Job(Protocol):
 
 
 def _scalars(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Numbers by name; the entries of an array have names such as "loss[2,0]"."""
+    """Return the numbers by name; the entries of an array get names such as "loss[2,0]"."""
     return {
         name + (f"[{','.join(map(str, index))}]" if index else ""): float(value)
         for name, array in values.items()

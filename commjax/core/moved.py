@@ -61,7 +61,7 @@ MOVED = {
 }
 
 
-# Rooms that have the name of an old module: what it had is elsewhere now.
+# Packages that have the name of an old module, whose contents are now elsewhere.
 MOVED_NAMES = {
     "commjax.federation": (
         "commjax.devices.host_clients",
@@ -84,7 +84,7 @@ MOVED_NAMES = {
 
 
 def message(name: str) -> str:
-    """The error text for an old name.
+    """Return the error text for an old name.
 
     Args:
         name: the old name of a module, one of `MOVED`.

@@ -70,11 +70,11 @@ class OneDevice:
     mesh: None = None
 
     def start(self, state: State) -> Any:
-        """A copy of the state; in a sweep one for each setting and key."""
+        """Copy the state; in a sweep one copy for each setting and key."""
         return _copied(state if self.repeats is None else _repeated(state, self.repeats))
 
     def restore(self, whole: Any) -> Any:
-        """The loaded state on the devices of the first state."""
+        """Place the loaded state on the devices of the first state."""
 
         def placed(leaf: Any, like: Any) -> jax.Array:
             committed = isinstance(like, jax.Array) and like.committed
@@ -83,11 +83,11 @@ class OneDevice:
         return jax.tree.map(placed, whole, self.like)
 
     def whole(self, state: Any) -> Any:
-        """The state itself."""
+        """Return the state unchanged."""
         return state
 
     def data(self, data: PyTree) -> PyTree:
-        """The data itself."""
+        """Return the data unchanged."""
         return data
 
 
@@ -104,22 +104,22 @@ class Clients:
     n: int
 
     def start(self, state: State) -> State:
-        """A copy of the state on the mesh."""
+        """Copy the state to the mesh, with padded client rows."""
         return _copied(self.restore(state))
 
     def restore(self, whole: State) -> State:
-        """The state on the mesh."""
+        """Place a loaded state on the mesh, with padded client rows."""
         server = spread(whole.server, NamedSharding(self.mesh, P()))
         return State(server, self.data(whole.clients))
 
     def whole(self, state: State) -> State:
-        """The state with n client rows.  If the devices do not divide n, each device has all rows."""
+        """Return the state with n client rows.  If the devices do not divide n, each device has all rows."""
         if len(state.clients.id) == self.n:
             return state
         return State(state.server, _cut_replicated(state.clients, self.n, NamedSharding(self.mesh, P())))
 
     def data(self, data: PyTree) -> PyTree:
-        """The padded rows on the mesh."""
+        """Place the rows of the clients on the mesh, padded."""
         return spread(pad_rows(data, self.mesh.size), NamedSharding(self.mesh, P(AXIS)))
 
 
@@ -149,20 +149,20 @@ class Settings:
         return spread(jax.tree.map(lambda leaf: np.asarray(leaf)[order], rows), NamedSharding(self.mesh, P(AXIS)))
 
     def start(self, state: State) -> Any:
-        """The state once for each setting and key.  Each device makes those of its settings."""
+        """Repeat the state for each setting and key.  Each device makes the states of its settings."""
         replicated, split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(AXIS))
         return _repeated_on(spread(state, replicated), (padded(self.settings, self.mesh), self.keys), split)
 
     def restore(self, whole: Any) -> Any:
-        """The loaded states on the mesh."""
+        """Place the loaded states on the mesh."""
         return self.deal(whole)
 
     def whole(self, state: Any) -> Any:
-        """The rows in the order of the settings."""
+        """Return the states in the order of the settings."""
         return _undealt(state, self.settings, self.mesh)
 
     def data(self, data: PyTree) -> PyTree:
-        """The data on each device."""
+        """Copy the data to each device."""
         return spread(data, NamedSharding(self.mesh, P()))
 
 

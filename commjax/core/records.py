@@ -18,7 +18,7 @@ _PACKAGES = ("commjax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Versions and device, for the record.
+    """Return the versions of packages and the device, for the record of a run.
 
     Returns:
         `versions` of Python and packages by name, `device`, and `x64`: whether float64 is the default dtype.
@@ -103,7 +103,7 @@ class Record:
         return int(hits[0]) if len(hits) else None
 
     def one(self, h: int, s: int = 0) -> "Record":
-        """The record of setting h and key s of a sweep."""
+        """Return the record of setting h and key s of a sweep."""
 
         def picked(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: values[h, s] if values.ndim == 3 else values for name, values in parts.items()}
@@ -129,7 +129,7 @@ class Record:
 
     @staticmethod
     def load(path: str | Path) -> "Record":
-        """Read what `save` wrote."""
+        """Read the record that `save` wrote to `path`.json and `path`.npz."""
         about = json.loads(Path(f"{path}.json").read_text())
         parts: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "evaluations": {}}
         with np.load(f"{path}.npz", allow_pickle=False) as arrays:

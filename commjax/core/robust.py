@@ -5,9 +5,9 @@
 The server first drops messages that are not finite or too large (`rounds.acceptable`), in a simulation and in a
 federation.  It reduces the others.
 
-With a reducer of this module no convergence theorem of this library holds.  They all use that the server gets the mean
-of the messages: that it is unbiased, and that h = mean_i h_i (EF-BV with EF21 and DIANA: Thm 2.4.1, 2.4.2 and 2.5.1), c
-= mean_i c_i (Scaffold), or that a sum over clients vanishes (Scafflix).  This is so even if all clients are honest,
+With a reducer of this module no convergence theorem of this library holds, because all of them assume that the server
+gets the mean of the messages.  EF-BV, EF21 and DIANA (Thm 2.4.1, 2.4.2 and 2.5.1) need h = mean_i h_i, Scaffold needs
+c = mean_i c_i, and Scafflix needs a sum over clients that vanishes.  The theorems fail even if all clients are honest,
 unless they all send the same message.  The stepsizes of `theoretical` are then only a rule of thumb.
 
 Use dense or quantized messages.  A sparse message is mostly zeros, and the median of a coordinate that fewer than half
@@ -53,7 +53,7 @@ def median() -> Reducer:
 
 
 def trimmed_mean(trim: float) -> Reducer:
-    """The mean of each coordinate of c messages without its floor(trim c) smallest and floor(trim c) largest values.
+    """The mean of each coordinate over c messages, without its floor(trim c) smallest and floor(trim c) largest values.
 
     Args:
         trim: fraction of the messages that is dropped at each end, 0 <= trim < 0.5; 0 is the mean.

@@ -61,7 +61,7 @@ def message_of(exchange: Exchange, key: Key, x: PyTree, id: ClientId, n: int) ->
     """Compress x as client `id` does in a round.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method, with its compressor.
         key: key of the round.
         x: what the client sends.
         id: the client's number.
@@ -76,10 +76,10 @@ def message_of(exchange: Exchange, key: Key, x: PyTree, id: ClientId, n: int) ->
 
 
 def round_of(exchange: Exchange, shared: Key, id: ClientId, n: int, *, run: Key, secret: Key | None = None) -> Round:
-    """What a client knows about the current round.
+    """Return what a client knows about the current round.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method, with its compressor.
         shared: key of the round, `RoundKeys.shared`.
         id: the client's number.
         n: number of clients.

@@ -123,7 +123,7 @@ def evaluated(value_and_grad: ValueAndGrad, params: PyTree, data: PyTree) -> tup
         data: one client's data.
 
     Returns:
-        (loss, gradient).  TypeError if `value_and_grad` returns something else.
+        (loss, gradient).  Raises a TypeError if `value_and_grad` returns something else.
 
     >>> evaluated(jax.grad(lambda x, data: x**2), jnp.ones(()), ())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -140,7 +140,7 @@ def evaluated(value_and_grad: ValueAndGrad, params: PyTree, data: PyTree) -> tup
 
 
 def check_rows(data: PyTree, n: int) -> None:
-    """ValueError unless every leaf of `data` has a leading axis of length n."""
+    """Raise a ValueError unless every leaf of `data` has a leading axis of length n."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if jnp.shape(leaf)[:1] != (n,):
             raise ValueError(
@@ -159,10 +159,10 @@ def server_round(
     axis_name: AxisName = None,
     weights: Shaped[Array, "n"] | None = None,
 ) -> tuple[Any, Array]:
-    """The server's part of a round: reduce the messages, take the server step, count the round.
+    """Do the server's part of a round: reduce the messages, take the server step, count the round.
 
     Args:
-        exchange: of the method, with a `server_step`.
+        exchange: client step and server step of the method; `server_step` must not be None.
         hparams: hyperparameters of the method.
         server: server state at the beginning of the round.
         values: the messages as the server sees them, with a leading axis of clients.
@@ -210,8 +210,10 @@ def exchange_round(
         client_i, m_i, loss_i  <-  client_step(round, hparams, server, client_i, data_i)     for i in the cohort
         server                 <-  server_step(hparams, server, reduce_i m_i)
 
+    m_i is the message of client i, and reduce_i is the mean over the cohort or `exchange.reduce`.
+
     Args:
-        exchange: of the method, with a `server_step`.
+        exchange: client step and server step of the method; `server_step` must not be None.
         key: key of the run.
         hparams: hyperparameters of the method.
         state: the state at the beginning of the round, with the rows of this device.

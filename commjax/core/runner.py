@@ -145,7 +145,7 @@ def check_sweep(hparams: Any, keys: Key, at_once: int | None = None) -> int:
         at_once: at least 1, or None.
 
     Returns:
-        The number of settings.  ValueError or TypeError if an argument is not allowed.
+        The number of settings.  Raises a ValueError or TypeError if an argument is not allowed.
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once={at_once}; allowed: at least 1, or None for all settings and keys")
@@ -174,7 +174,7 @@ def observe(algorithm: Algorithm, **measures: Callable[[State, PyTree], Array]) 
             `shard_map` or `pmap` a measure sees the clients of its own device only.
 
     Returns:
-        The algorithm whose metrics have a field more for each measure.
+        The algorithm, whose metrics have one more field for each measure.
     """
 
     def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
@@ -260,8 +260,8 @@ def loop(
         n: number of clients if state and data have padded rows, as those of `devices.hosts` have.
 
     Returns:
-        The last state, with as many rows as were given, and the record of the run.  `DivergedError` if the loss or the
-        params are not finite; the last good checkpoint is kept.
+        The last state, with as many rows as were given, and the record of the run.  Raises a `DivergedError` if the
+        loss or the params are not finite; the last good checkpoint is kept.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")

@@ -22,13 +22,13 @@ AXIS = "clients"
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """ValueError unless the mesh has the one axis `AXIS`."""
+    """Raise a ValueError unless the mesh has the one axis `AXIS`."""
     if mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh must have the one axis {AXIS!r} (see client_mesh), got {mesh.axis_names}")
 
 
 def padded(n: int, mesh: Mesh) -> int:
-    """The number of rows of n clients on a mesh: the next multiple of the number of devices."""
+    """Return the number of rows of n clients on a mesh: n rounded up to a multiple of the number of devices."""
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     return n + -n % mesh.size
@@ -57,12 +57,12 @@ def pad_rows(rows: PyTree, num_devices: int) -> PyTree:
 
 
 def cut_rows(rows: PyTree, n: int) -> PyTree:
-    """The first n rows of each leaf."""
+    """Return the first n rows of each leaf."""
     return jax.tree.map(lambda leaf: leaf if len(leaf) == n else leaf[:n], rows)
 
 
 def check_rows(name: str, rows: PyTree, n: int, mesh: Mesh) -> None:
-    """ValueError unless every leaf has one row for each of n clients, padded for the mesh."""
+    """Raise a ValueError unless every leaf has one row for each of n clients, padded for the mesh."""
     for leaf in jax.tree.leaves(rows):
         if len(leaf) != padded(n, mesh):
             raise ValueError(f"{name} has {len(leaf)} rows, {n} clients on {mesh.size} devices are {padded(n, mesh)}")
@@ -176,7 +176,7 @@ def shared(leaves: PyTree) -> PyTree:
 
 
 def shared_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`shared` for arrays by name whose names and shapes only process 0 knows."""
+    """Give the named arrays of process 0 to all processes; unlike `shared`, only process 0 knows names and shapes."""
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     content = np.frombuffer(buffer.getvalue(), np.uint8)

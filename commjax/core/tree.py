@@ -19,17 +19,17 @@ def _like(scalar: Scalar, leaf: Array) -> Array:
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
-    """a + b."""
+    """Return a + b, leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
-    """a - b."""
+    """Return a - b, leaf by leaf."""
     return jax.tree.map(jnp.subtract, a, b)
 
 
 def scale(scalar: Scalar, a: PyTree) -> PyTree:
-    """scalar * a, in the dtypes of a.
+    """Return scalar * a, in the dtypes of a.
 
     >>> scale(0.5, {"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
     dtype(bfloat16)
@@ -38,10 +38,11 @@ def scale(scalar: Scalar, a: PyTree) -> PyTree:
 
 
 def times(factor: float | int, a: PyTree) -> PyTree:
-    """factor * a, in the dtypes of a; for leaves in half precision the product is computed in float32 and rounded once.
+    """Return factor * a, in the dtypes of a.
 
-    `scale` would round the factor d/k of rand-k to bfloat16.  Every value that is sent would then have the same
-    relative error, up to 2^-9.
+    For leaves in half precision the product is computed in float32 and rounded once.  `scale` would round the factor,
+    such as the d/k of rand-k, to bfloat16.  Every value that is sent would then have the same relative error, up to
+    2^-9.
 
     Args:
         factor: a number.
@@ -62,7 +63,7 @@ def times(factor: float | int, a: PyTree) -> PyTree:
 
 
 def add_scaled(a: PyTree, scalar: Scalar, b: PyTree) -> PyTree:
-    """a + scalar * b, in the dtypes of a."""
+    """Return a + scalar * b, in the dtypes of a."""
     return jax.tree.map(lambda x, y: x + _like(scalar, x) * y.astype(x.dtype), a, b)
 
 
@@ -72,12 +73,12 @@ def cast(a: PyTree, like: PyTree) -> PyTree:
 
 
 def zeros_like(a: PyTree) -> PyTree:
-    """Zeros with the shapes and dtypes of a."""
+    """Return zeros with the shapes and dtypes of a."""
     return jax.tree.map(jnp.zeros_like, a)
 
 
 def vdot(a: PyTree, b: PyTree) -> Array:
-    """<a, b>, summed over all leaves, in the default float dtype.
+    """Return the inner product <a, b>, summed over all leaves, in the default float dtype.
 
     >>> float(vdot({"u": jnp.ones(3)}, {"u": jnp.full(3, 2.0)}))
     6.0
@@ -88,12 +89,12 @@ def vdot(a: PyTree, b: PyTree) -> Array:
 
 
 def sq_norm(a: PyTree) -> Array:
-    """|a|^2, summed over all leaves."""
+    """Return the squared Euclidean norm |a|^2, summed over all leaves."""
     return vdot(a, a)
 
 
 def size(a: PyTree) -> int:
-    """The number d of coordinates, over all leaves.
+    """Return d, the number of coordinates of all leaves together.
 
     >>> size({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
     9
@@ -146,7 +147,7 @@ def once(a: PyTree) -> PyTree:
 
 
 def ordered_sum(x: Float[Array, "d"]) -> Float[Array, ""]:
-    """The sum of a vector, with the same bits in every program, because the order of the additions is fixed.
+    """Sum a vector in a fixed order, so that every program computes the same bits.
 
     The order in `jnp.sum` depends on the loop that it is fused into.  A sender and a receiver with different programs
     could therefore compute different norms of one vector.

@@ -95,7 +95,7 @@ def lines(path: str | os.PathLike) -> Iterator[bytes]:
     """Iterate over the lines of a text file, plain or packed. Only one line is in memory at a time.
 
     Args:
-        path: The file. A line of more than `MOST_LINE` bytes is a ValueError.
+        path: The file. A line of more than `MOST_LINE` bytes raises a ValueError.
 
     Returns:
         An iterator of the lines, each with its line feed.
@@ -111,7 +111,7 @@ def text(path: str | os.PathLike) -> str:
     """Read a whole UTF-8 text, plain or packed.
 
     Args:
-        path: The file. More than `MOST_TEXT` bytes, or bytes that are not UTF-8, are a ValueError.
+        path: The file. More than `MOST_TEXT` bytes, or bytes that are not UTF-8, raise a ValueError.
 
     Returns:
         The text.
@@ -132,7 +132,7 @@ def parse_json(content: str | bytes, path: str | os.PathLike) -> Any:
         path: The file that the text comes from. The error message names it.
 
     Returns:
-        The parsed value. A text that is not JSON, or is nested too deeply, is a ValueError.
+        The parsed value. A text that is not JSON, or is nested too deeply, raises a ValueError.
 
     >>> parse_json('{"a": [1]}', "a.json")
     {'a': [1]}
@@ -167,7 +167,7 @@ def check_array(path: str | os.PathLike, shape: tuple[int, ...], itemsize: int) 
         itemsize: The bytes of one number.
 
     Returns:
-        The size in bytes. A size above `MOST_ARRAY` is a ValueError.
+        The size in bytes. A size above `MOST_ARRAY` raises a ValueError.
 
     >>> check_array("a", (2, 3), 8)
     48

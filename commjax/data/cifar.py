@@ -21,7 +21,7 @@ def read(path: str | os.PathLike) -> np.ndarray:
         path: The file.
 
     Returns:
-        The array. A file that is not a readable .npy file is a ValueError.
+        The array. A file that is not a readable .npy file raises a ValueError.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

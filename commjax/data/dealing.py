@@ -6,7 +6,7 @@ import numpy as np
 
 
 def proportional_sizes(total: int, shares: np.ndarray) -> np.ndarray:
-    """Whole numbers in proportion to ``shares`` that sum to ``total``: the largest remainders are rounded up."""
+    """Return whole numbers in proportion to ``shares`` that sum to ``total``: the largest remainders are rounded up."""
     exact = total * shares / shares.sum()
     sizes = np.floor(exact).astype(int)
     largest = np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]
@@ -15,7 +15,7 @@ def proportional_sizes(total: int, shares: np.ndarray) -> np.ndarray:
 
 
 def deal(ids: np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-    """The first sizes[0] ids, the next sizes[1] ids, and so on. Ids beyond the sum of the sizes are dropped."""
+    """Cut ``ids`` into consecutive pieces of the given sizes. Ids beyond the sum of the sizes are dropped."""
     ends = np.cumsum(sizes)
     return [ids[end - size : end] for end, size in zip(ends, sizes)]
 
@@ -23,7 +23,18 @@ def deal(ids: np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[np.ndarray]
 def redraw(
     draw: Callable[[], list[np.ndarray]], n: int, concentration: float, minimum: int, tries: int
 ) -> list[np.ndarray]:
-    """The first of at most ``tries`` draws in which every client has at least ``minimum`` rows."""
+    """Call ``draw`` at most ``tries`` times, and return the first result that gives each client ``minimum`` rows.
+
+    Args:
+        draw: Function that returns the row ids of each of n clients.
+        n: The number of clients.
+        concentration: The parameter of the Dirichlet distribution of ``draw``, for the error text.
+        minimum: The smallest number of rows of a client.
+        tries: The largest number of draws.
+
+    Returns:
+        The row ids of each client. If no draw suffices, a ValueError is raised.
+    """
     if n < 1 or tries < 1 or minimum < 1:
         raise ValueError(f"n={n}, tries={tries}, minimum={minimum}; allowed: at least 1 each")
     if not (np.isfinite(concentration) and concentration > 0):

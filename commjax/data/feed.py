@@ -39,7 +39,7 @@ def numbers(feed: Feed, ids: Sequence[Any]) -> Int[np.ndarray, "m"]:
 
     Args:
         feed: The feed.
-        ids: Names of clients. A name that is not in `feed.ids` is a ValueError.
+        ids: Names of clients. A name that is not in `feed.ids` raises a ValueError.
 
     Returns:
         The numbers, in the order of `ids`.

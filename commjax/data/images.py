@@ -122,8 +122,8 @@ def data_folder(name: str, folder: str | os.PathLike | None = None) -> Path:
 
     Args:
         name: The name of the subfolder.
-        folder: The parent folder. The default is the environment variable ``COMMJAX_DATA``; without either, a
-            FileNotFoundError.
+        folder: The parent folder. The default is the environment variable ``COMMJAX_DATA``. Without either, a
+            FileNotFoundError is raised.
 
     Returns:
         The path. It need not exist.

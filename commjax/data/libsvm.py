@@ -73,10 +73,11 @@ def read(path_or_file: str | os.PathLike | io.IOBase, n_features: int | None = N
     """Read a LIBSVM file (plain, .gz, .bz2, .xz) into dense float64 arrays.
 
     The smaller of the two labels becomes -1, the larger +1. Blank lines and ``# comments`` are skipped.
-    Any other text that is not LIBSVM is a ValueError with the file, the line, the given value and the allowed values.
+    Any other text that is not LIBSVM raises a ValueError that names the file, the line, the given and the allowed
+    values.
 
     Thesis: Sec. A.3.1.
-    Differs: E14 (the label mapping is not in the text).
+    Differs (docs/errata.md): E14 (the thesis does not say how labels are mapped to -1 and +1).
 
     Args:
         path_or_file: The path, or an open file.

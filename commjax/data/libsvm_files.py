@@ -1,4 +1,4 @@
-"""Where the file of a LIBSVM data set is: a path, the user's folder, the cache, or the LIBSVM site."""
+"""Find the file of a LIBSVM data set: a path, the user's folder, the cache, or the LIBSVM site."""
 
 import os
 import re

@@ -23,7 +23,7 @@ def blocks(
     """Split the rows into ``n`` blocks, one per client, in file order or shuffled.
 
     Thesis: Sec. A.3.1 (n blocks, ``remainder="last"``, overlap xi).
-    Differs: E2, E14: Table A.2 was made in file order, though the text says "after random shuffling".
+    Differs (docs/errata.md): E2, E14 (Table A.2 was made in file order; the text says "after random shuffling").
 
     Args:
         num_rows: The number of rows.
@@ -70,7 +70,7 @@ def label_wise(
     Then the fraction of positive rows increases with i, but it is not r_pos.
 
     Thesis: Sec. B.4.2.
-    Differs: the text leaves open which of the two is meant; S9 (i counts from 0).
+    Differs (docs/errata.md): S9 (i counts from 0). The thesis does not say which setting of ``equal_sizes`` it uses.
 
     Args:
         labels: The labels: -1 and +1, or 0 and 1.
@@ -164,7 +164,8 @@ def quantity_wise(
     The sizes are in proportion to a Dirichlet(concentration, ..., concentration) draw.
 
     Thesis: Sec. B.4.2.
-    Differs: S9 (concentration 1 is uniform on the simplex, not equal sizes; the larger, the more equal).
+    Differs (docs/errata.md): S9 (concentration 1 makes shares uniform on the simplex, not equal; they become equal as
+    the concentration grows).
 
     Args:
         num_rows: The number of rows.
@@ -172,7 +173,7 @@ def quantity_wise(
         concentration: The parameter of the Dirichlet distribution.
         seed: The seed of the shuffle and of the draw.
         minimum: A draw that gives a client fewer rows is repeated.
-        tries: The largest number of draws. If all of them fail, a ValueError.
+        tries: The largest number of draws. If all of them fail, a ValueError is raised.
 
     Returns:
         The row ids of each client.
@@ -203,8 +204,8 @@ def label_dirichlet(
     The clients differ in their classes and in their sizes.
 
     Thesis: Sec. C.2.2.
-    Differs: the thesis, after FedCR, draws each client's shares of the classes and lets clients pick until no row is
-    left.
+    Differs: the thesis, like FedCR, draws for each client its shares of the classes. The clients then pick rows until
+    no row is left.
 
     Args:
         labels: The class of each row.
@@ -212,7 +213,7 @@ def label_dirichlet(
         concentration: The parameter of the Dirichlet distribution.
         seed: The seed of the shuffles and of the draws.
         minimum: A draw that gives a client fewer rows is repeated.
-        tries: The largest number of draws. If all of them fail, a ValueError.
+        tries: The largest number of draws. If all of them fail, a ValueError is raised.
 
     Returns:
         The row ids of each client.
@@ -235,11 +236,11 @@ def label_dirichlet(
 def class_wise(labels: Shaped[np.ndarray, "N"], n: int, classes_per_client: int, *, seed: int = 0) -> list[np.ndarray]:
     """Give every client ``classes_per_client`` of the classes, and split the rows of a class evenly among its clients.
 
-    Every class has at least one client. The numbers of clients per class differ by at most 1, and so do the numbers of
-    rows that the clients of a class get of it.
+    Every class has at least one client. The numbers of clients of two classes differ by at most 1. The clients of a
+    class get numbers of its rows that differ by at most 1.
 
     Thesis: Sec. C.2.2 (FashionMNIST, EMNIST-L, CIFAR10: 5 of 10 classes; CIFAR100: 15 of 100).
-    Differs: F23 (the released code gives each client 5 *consecutive* classes).
+    Differs (docs/errata.md): F23 (the released code gives each client 5 *consecutive* classes).
 
     Args:
         labels: The class of each row.

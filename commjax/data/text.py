@@ -107,7 +107,8 @@ def roles(text: str, *, length: int = 80, minimum: int = 1, vocabulary: str | No
     Every character except a speaker's first is the target of exactly one window. The last window is padded.
 
     Thesis: Sec. 3.3.2 (Shakespeare, next character).
-    Differs: S9; the LEAF and TFF files, with a client a role *and play*, are other texts with 715 or 1129 clients.
+    Differs (docs/errata.md): S9 (the thesis does not say which Shakespeare text). In the LEAF and TFF files, which have
+    1129 and 715 clients, a client is a role in one play.
 
     Args:
         text: The text, as in ``speeches``.

@@ -57,7 +57,7 @@ def collectives(compiled: Any) -> Collectives:
 
 
 def bytes_up(algorithm: Algorithm, hparams: Any, state: State, batch: PyTree) -> int:
-    """Bytes that a round has to reduce over the devices: one message, its number of bits and one loss.
+    """Return the bytes that a round has to reduce over the devices: one message, its number of bits and one loss.
 
     On p devices a ring all-reduce sends 2 (p - 1)/p times as many bytes per device.
 

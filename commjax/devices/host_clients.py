@@ -65,7 +65,7 @@ def members(key: Key, round: int, n: int, size: int) -> Int[np.ndarray, "m"]:
 
 
 def _size(algorithm: Algorithm, n: int, size: int | None) -> tuple[int, bool]:
-    """The size of the cohort, and whether the cohort is that of a compressor (m-nice)."""
+    """Return the size of the cohort, and whether it comes from a compressor (m-nice) instead of the method."""
     exchange = algorithm.exchange
     if exchange is None or exchange.server_step is None:
         raise ValueError(
@@ -194,7 +194,7 @@ class _Cohorts:
         return state._replace(server=server), jax.tree.map(lambda value: value[None], metrics)
 
     def check(self, state: Federation, metrics: Mapping[str, np.ndarray], start: int) -> None:
-        """DivergedError that names the clients."""
+        """Raise a DivergedError that names the clients if a message is not acceptable or the model is not finite."""
         ids, _, accepted = self.cohort
         _check_finite(self.algorithm, start, ids[~np.asarray(accepted)], state.server)
 
@@ -216,7 +216,7 @@ class _Cohorts:
         return signum
 
     def resume_text(self, done: int) -> str:
-        """How to continue."""
+        """One line that says how to continue the run."""
         return f"{self.federation.folder} is saved in round {done}; reopen it to continue"
 
     def last_whole(self) -> Federation:
@@ -294,7 +294,7 @@ def _metrics(history: History, number: int) -> Metrics:
 
 
 def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after: Any) -> None:
-    """DivergedError if messages were refused and there is no robust reducer, or if the params are not finite."""
+    """Raise a DivergedError if messages were refused and no robust reducer is set, or if params are not finite."""
     assert algorithm.exchange is not None
     if len(refused) and algorithm.exchange.reduce is None:
         raise DivergedError(
@@ -306,7 +306,7 @@ def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after:
 
 
 def _check_independent(algorithm: Algorithm, server: Any, n: int) -> None:
-    """ValueError for a joint compressor.  Only one that is independent over clients has omega_ran = omega / n."""
+    """Raise a ValueError for a compressor that is not independent over clients: its omega_ran is not omega / n."""
     assert algorithm.exchange is not None
     compressor = algorithm.exchange.compressor
     if compressor is not None and n > 1:

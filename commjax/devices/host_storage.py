@@ -76,9 +76,10 @@ def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **p
 
     This works even if the process was killed in the middle of a round.
 
-    This function checks the digest of the server file, which also holds the rows of the last cohort; structure, dtype,
-    shape and exact size of each client file; n, the name of the compressor and the first state.  `run` then checks that
-    key, hyperparameters and program (loss, compressor, cohort size) are those of the run in the folder.
+    This function checks the digest of the server file, which also holds the rows of the last cohort.  It checks the
+    structure, dtype, shape and exact size of each client file, and n, the name of the compressor and the first state.
+    `run` then checks that key, hyperparameters and program (loss, compressor, cohort size) are those of the run in the
+    folder.
 
     The content of the client files is not checked, because they are too large to read in each round.  The data of
     `fetch` is not checked either.  After a power cut, rows may be older than the server state.
@@ -91,8 +92,8 @@ def reopen(algorithm: Algorithm, params: Params, n: int, folder: str | Path, **p
         **per_client: The further arguments that were given to `start`.
 
     Returns:
-        The federation.  CheckpointError if the folder belongs to another run or a file is damaged; no file is then
-        changed.
+        The federation.  Raises a CheckpointError if the folder belongs to another run or a file is damaged; no file is
+        changed in that case.
     """
     folder, (server, first) = Path(folder), _first(algorithm, params, n, per_client)
     path = folder / SERVER
@@ -119,7 +120,7 @@ def _last_cohort(path: Path, log: dict[str, np.ndarray], rows: list[np.ndarray],
 
 
 def _check_file(path: Path, row: np.ndarray, n: int) -> None:
-    """CheckpointError unless the file holds exactly n rows like `row`.  It is opened for reading only."""
+    """Raise a CheckpointError unless the file holds exactly n rows like `row`.  It is opened for reading only."""
     try:
         stored = np.lib.format.open_memmap(path, "r")
     except Exception as error:  # NumPy's parser of headers may raise several types
@@ -143,9 +144,10 @@ def _start_identity(algorithm: Algorithm, server: Any, first: Any, n: int) -> di
 
 
 def run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, str]:
-    """The stored identity of the run in the folder, with key and hyperparameters.
+    """Return the stored identity of the run in the folder, with key and hyperparameters.
 
-    CheckpointError if these differ from the stored ones, or if another process has added rounds.
+    Raises a CheckpointError if the given key or hyperparameters differ from the stored ones, or if another process has
+    added rounds.
     """
     if federation.folder is None:
         return {}
@@ -164,7 +166,7 @@ def run_identity(federation: Federation, key: Key, hparams: Any) -> dict[str, st
 def program_identity(path: Path, stored: dict[str, str], step: Any, inputs: tuple[Any, ...]) -> dict[str, str]:
     """Add the program to the stored identity, traced for the batch shapes of the first round in the folder.
 
-    CheckpointError if the stored program is another one.
+    Raises a CheckpointError if the stored program is another one.
     """
     key, hparams, server, rows, batch = inputs
     types = [jax.typeof(leaf) for leaf in jax.tree.leaves(batch)]
@@ -204,6 +206,12 @@ def log(federation: Federation, ids: np.ndarray, rows: PyTree, about: dict[str, 
     """Save the server state with the cohort's new rows, before the rows are written to their files.
 
     If that writing is interrupted, `reopen` repeats it.  Rows are stored as float64.
+
+    Args:
+        federation: the federation with the new server state.
+        ids: numbers of the cohort's clients, [m].
+        rows: their new rows, leaves [m, ...].
+        about: the identity of the run, as texts by name.
     """
     if federation.folder is not None:
         history = {"ids": ids} | {f"rows {i}": leaf for i, leaf in enumerate(jax.tree.leaves(rows))}

@@ -112,15 +112,14 @@ def _await(host: str, port: int, timeout: int) -> None:
 
 
 def local_ids(n: int, mesh: Mesh) -> Int[np.ndarray, "m"]:
-    """The clients on the devices of this process.
+    """Return the ids of the clients on the devices of this process.
 
     Args:
         n: number of clients.
         mesh: mesh of `client_mesh`.
 
     Returns:
-        Their ids, one for each row.  If the number of devices does not divide n, the last client is repeated as
-        padding.
+        The ids, one for each row.  If the number of devices does not divide n, the last client is repeated as padding.
     """
     each = padded(n, mesh) // mesh.size
     mine = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]

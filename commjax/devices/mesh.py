@@ -7,6 +7,7 @@ does not divide the number of clients, the rows are padded with copies of the la
 mean, and it is cut off again.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,8 +60,18 @@ def _check_devices(num_devices: int) -> None:
         raise ValueError(f"num_devices must be between 1 and the {available} available, got {num_devices}")
 
 
+def _jitted(compute: Callable[[Inputs], tuple[State, Any]]) -> StepFn:
+    """A function of `Inputs` as a jitted step.  The step has an `axis_name` like every step, and ignores it."""
+
+    @partial(jax.jit, static_argnames="axis_name")
+    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
+        return compute(Inputs(key, hparams, state, batch))
+
+    return step
+
+
 def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
-    """`algorithm.step` under `shard_map`: the server is replicated, the clients are split over the mesh.
+    """Compile `algorithm.step` with `shard_map`: the server is replicated, the clients are split over the mesh.
 
     Args:
         algorithm: the algorithm.
@@ -73,15 +84,11 @@ def shard_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
     if mesh.size == 1:  # an axis of one device would still call collectives
         return jit_step(algorithm, mesh)
 
-    @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
-        return on_shards(algorithm.step, mesh, Inputs(key, hparams, state, batch))
-
-    return step
+    return _jitted(lambda inputs: on_shards(algorithm.step, mesh, inputs))
 
 
 def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
-    """`algorithm.step` under `pmap`.
+    """Compile `algorithm.step` with `pmap`: the server is replicated, the clients are split over the devices.
 
     Args:
         algorithm: the algorithm.
@@ -96,8 +103,8 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
         return jit_step(algorithm, client_mesh(1))
     prefix = State(server=None, clients=0)
 
-    @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
+    def mapped_step(inputs: Inputs) -> tuple[State, Any]:
+        key, hparams, state, batch = inputs
         n = len(state.clients.id)
         axis = Axis(AXIS, n) if n % num_devices else AXIS
         mapped = jax.pmap(
@@ -111,11 +118,11 @@ def pmap_step(algorithm: Algorithm, num_devices: int) -> StepFn:
         (server, rows), metrics = mapped(key, hparams, State(state.server, rows), data)
         return State(server, cut_rows(merge_rows(rows), n)), metrics
 
-    return step
+    return _jitted(mapped_step)
 
 
 def jit_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
-    """`algorithm.step` under `jit` with sharded clients: the compiler splits the work, and pads if it must.
+    """Compile `algorithm.step` with `jit` for sharded clients: the compiler splits the work, and pads if it must.
 
     Args:
         algorithm: the algorithm.
@@ -132,18 +139,18 @@ def jit_step(algorithm: Algorithm, mesh: Mesh) -> StepFn:
     def split(rows: PyTree, n: int) -> PyTree:
         return cut_rows(on(pad_rows(rows, mesh.size), P(AXIS)), n)
 
-    @partial(jax.jit, static_argnames="axis_name")
-    def step(key: Key, hparams: Any, state: State, batch: PyTree, *, axis_name: AxisName = None) -> tuple[State, Any]:
+    def sharded_step(inputs: Inputs) -> tuple[State, Any]:
+        key, hparams, state, batch = inputs
         n = len(state.clients.id)
         placed = State(on(state.server, P()), split(state.clients, n))
         (server, rows), metrics = algorithm.step(key, hparams, placed, split(batch, n))
         return State(on(server, P()), split(rows, n)), on(metrics, P())
 
-    return step
+    return _jitted(sharded_step)
 
 
 def split_rows(rows: PyTree, num_devices: int) -> PyTree:
-    """Reshape leaves [n, ...] to [devices, n / devices, ...].  ValueError unless the devices divide n."""
+    """Reshape leaves [n, ...] to [devices, n / devices, ...].  Raises a ValueError unless the devices divide n."""
 
     def split_leaf(leaf: Any) -> Any:
         if len(leaf) % num_devices:

@@ -62,7 +62,7 @@ class ClientKeys(NamedTuple):
 
 @cache
 def _programs(exchange: Exchange, n: int, batch_fn: BatchFn) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two compiled functions: the client step before and after it sends."""
+    """Compile two functions: the client step up to `round.send`, and the client step after it."""
 
     def round_of(keys: ClientKeys, server: Any, row: Any) -> Round:
         shared = rounds.keys(keys.step, server.round, n).shared
@@ -100,7 +100,7 @@ def _programs(exchange: Exchange, n: int, batch_fn: BatchFn) -> tuple[Callable[.
 
 
 def first_memory(contract: Contract, id: int) -> Memory:
-    """The memory of client `id` before its first round."""
+    """Return the memory of client `id` before its first round."""
     row = jax.tree.map(lambda leaf: leaf[0], start(contract, jnp.asarray([id])).clients)
     return Memory(wire.encode_tree(row), -1, b"", -1)
 
@@ -129,12 +129,12 @@ def _new_secret() -> Key:
 def answer(
     contract: Contract, id: int, data: PyTree, memory: Memory, download: bytes, secret: Key | None = None
 ) -> tuple[Memory, bytes]:
-    """Run the client's part of a round.
+    """Run the client's part of a round: open the download, take the client step, seal the upload.
 
-    With a private method, store the new memory before the upload is sent.
+    With a private method, store the new memory before you send the upload.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
         id: the client's number.
         data: the client's data, without a client axis.
         memory: the client's memory after its last round, or `first_memory`.
@@ -142,7 +142,8 @@ def answer(
         secret: secret key of a private method, for tests; None draws one.
 
     Returns:
-        The new memory, and the sealed upload.  RefusedError if the download is not valid; keep the old memory then.
+        The new memory, and the sealed upload.  Raises a RefusedError if the download is not valid; the old memory
+        remains valid in that case.
     """
     exchange, run = exchange_of(contract), fingerprint(contract)
     first = start(contract, jnp.asarray([id]))
@@ -174,9 +175,10 @@ def answer(
 
 
 def _secret_of(contract: Contract, id: int, memory: Memory, round: int, secret: Key | None) -> Key | None:
-    """The secret key of this answer; None if the method is not private.
+    """Return the secret key of this answer; None if the method is not private.
 
-    RefusedError if the client of a private method has already answered this round or the last one of the contract.
+    Raises a RefusedError if the client of a private method has already answered this round, or the last round of the
+    contract.
     """
     if not exchange_of(contract).private:
         if secret is not None:
@@ -191,7 +193,7 @@ def _secret_of(contract: Contract, id: int, memory: Memory, round: int, secret: 
 
 
 def _received(contract: Contract, first: Any, round: int, id: int, payload: bytes) -> Any:
-    """The server state as client `id` sees it.  Fields that are not sent are None, so that a method cannot read them.
+    """Return the server state as client `id` sees it.  Fields that are not sent are None, so a method cannot read them.
 
     `first` is the server state before the first round.
     """

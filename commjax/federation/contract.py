@@ -41,13 +41,13 @@ class Contract(NamedTuple):
 
 
 def exchange_of(contract: Contract) -> Exchange:
-    """The client step and the server step of the contract's algorithm.
+    """Return the client step and the server step of the contract's algorithm, after a check of the contract.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
 
     Returns:
-        The exchange.  ValueError or TypeError if the contract cannot be used with remote clients.
+        The exchange.  Raises a ValueError or TypeError if the contract cannot be used with remote clients.
     """
     exchange = contract.algorithm.exchange
     if exchange is None:
@@ -71,10 +71,10 @@ def exchange_of(contract: Contract) -> Exchange:
 
 
 def start(contract: Contract, ids: Any) -> State:
-    """The state before the first round.
+    """Return the state of the server and of the given clients before the first round.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
         ids: vector of client ids.
 
     Returns:
@@ -85,24 +85,24 @@ def start(contract: Contract, ids: Any) -> State:
 
 
 def received_fields(exchange: Exchange, server: Any) -> PyTree:
-    """The fields of the server that a client receives: one field itself, several as a tuple."""
+    """Return the fields of the server state that a client receives: one field itself, several as a tuple."""
     fields = tuple(getattr(server, name) for name in exchange.down)
     return fields[0] if len(fields) == 1 else fields
 
 
 def download_bits(exchange: Exchange, server: Any, id: int) -> float:
-    """Bits of the download to client `id`."""
+    """Return the number of bits of the download to client `id`."""
     return float(exchange.bits_down(server) if exchange.download is None else exchange.download.bits(server, id))
 
 
 def keys_of(contract: Contract) -> tuple[Key, Key]:
-    """The key of the steps and the key of the batches."""
+    """Return the key of the steps and the key of the batches, which `runner.run` uses too."""
     key_step, key_batch = jax.random.split(contract.key)  # as in `runner.run`
     return key_step, key_batch
 
 
 def key_round(contract: Contract, round: int) -> Key:
-    """The key of the steps of one round."""
+    """Return the key of one round, from which its steps draw."""
     return rounds.keys(keys_of(contract)[0], round, contract.n).shared
 
 
@@ -119,7 +119,7 @@ def fingerprint(contract: Contract) -> int:
     Every message carries this number.  A message of another contract is refused.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
 
     Returns:
         A number of 64 bits.
@@ -135,7 +135,7 @@ def fingerprint(contract: Contract) -> int:
 
 
 def members(contract: Contract, round: int) -> list[int]:
-    """The ids of the clients that take part in this round, in ascending order."""
+    """Return the ids of the clients that take part in this round, in ascending order."""
     exchange, ids = exchange_of(contract), jnp.arange(contract.n)
     if exchange.members is not None:
         return sorted(int(i) for i in exchange.members(keys_of(contract)[0], round, contract.n))

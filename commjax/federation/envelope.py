@@ -80,7 +80,7 @@ def unseal(data: bytes, *, kind: str, run: int, limit: int) -> tuple[Header, byt
         limit: largest number of bytes of the payload.
 
     Returns:
-        Header and payload.  RefusedError if the message is damaged, too long, or of another kind or run.
+        Header and payload.  Raises a RefusedError if the message is damaged, too long, or of another kind or run.
 
     >>> unseal(seal(Header("up", 7, 3, 1), b"payload"), kind="up", run=7, limit=7)[1]
     b'payload'

@@ -21,9 +21,9 @@ Privacy.  All parties know the contract's key, so a method that hides data behin
 must not draw the noise from it.  For every answer a client draws a new secret key from the operating system and then
 forgets it.  Nobody can compute the rows and the noise of a round afterwards, not even the client.  A client answers
 each of `Contract.rounds` rounds once, so a server that asks again, or for more rounds, learns nothing beyond
-`accounting.guarantee(noise, rate, rounds, delta)`.  The client sends nan instead of its loss.  The limits: the count of
-rounds is in the client's `Memory` and is of one run; the secret has 64 bits; JAX's generator (threefry) and
-floating-point noise are good statistics, but no cryptography.
+`accounting.guarantee(noise, rate, rounds, delta)`.  The client sends nan instead of its loss.  This protection has
+limits: the client's `Memory` counts the rounds of one run only, the secret has 64 bits, and neither JAX's generator
+(threefry) nor floating-point noise is cryptographically secure.
 """
 
 from commjax.federation.client import Memory, answer, first_memory

@@ -1,7 +1,7 @@
-"""Any method that communicates once a round as a Flower ServerApp and ClientApp (extra `flower`).
+"""Run a method that communicates once a round as a Flower ServerApp and ClientApp (extra `flower`).
 
     client_app(contract, data)            a SuperNode with `--node-config "partition-id=I"` loads the data of client I
-    server_app(contract, rounds=...)      in a round, one download to and one upload from every client that takes part
+    server_app(contract, rounds=...)      exchanges a download and an upload with every client of a round's cohort
 
 `contract(config)` and `data(config, id)` get the run's configuration (`[tool.flwr.app.config]`, `--run-config`).  Every
 message is one sealed record of bytes (`commjax.federation.envelope`) with the payload of `commjax.federation.exchange`.
@@ -40,7 +40,7 @@ def _flwr() -> SimpleNamespace:
 
 
 def _sealed(message: Any) -> bytes:
-    """The bytes of a message.  They are empty if it has another form; empty bytes are refused later."""
+    """Return the bytes of a message, or empty bytes, which are refused later, if the message has another form."""
     data = message.content[_RECORD].get("message") if _RECORD in message.content else None
     return data if isinstance(data, bytes) else b""
 
@@ -110,7 +110,7 @@ def server_app(
     timeout: Callable[[Config], float] = lambda config: 120.0,
     on_round: Callable[[Config, Any, Report], None] = lambda config, server, report: None,
 ) -> Any:
-    """Make the ServerApp.
+    """Make the ServerApp, which runs all rounds of a federation.
 
     Args:
         contract: (config) -> Contract, the same as that of the clients.
@@ -142,12 +142,12 @@ def drive(
 ) -> Any:
     """Run rounds on Flower's grid.
 
-    A client that was absent in a round is asked in the next one, but the server does not wait for it.
+    The server still sends downloads to a client that was absent in the last round, but does not wait for its upload.
 
     Args:
         flwr: the classes of Flower that are used (`Message`, `RecordDict`, `ConfigRecord`).
         grid: Flower's grid.
-        contract: of the run.
+        contract: the contract of the run.
         rounds: number of rounds.
         timeout: seconds to wait for all SuperNodes at the start, and for the uploads of a round.
         seen: (server, report) -> None, called after each round.
@@ -172,7 +172,7 @@ def drive(
 
 
 def _roll_call(flwr: Any, grid: Any, contract: Contract, timeout: float) -> dict[int, int]:
-    """Wait for all n clients; the node id of each client id."""
+    """Wait for all n clients, and return the node id of each client id."""
     n, run = contract.n, exchange.fingerprint(contract)
     until = time.monotonic() + timeout
     while len(online := sorted(grid.get_node_ids())) < n:
@@ -183,7 +183,7 @@ def _roll_call(flwr: Any, grid: Any, contract: Contract, timeout: float) -> dict
     asked = {node: (node, download) for node in online}  # a node that has just died may still be listed
 
     def opened(upload: bytes) -> int | str:
-        """The id of the client that sent it, or the reason why it is refused."""
+        """Return the id of the client that sent the upload, or the reason why it is refused."""
         try:
             id = unseal(upload, kind="hello", run=run, limit=0)[0].client
         except RefusedError as error:

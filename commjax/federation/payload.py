@@ -19,7 +19,7 @@ def write_downloads(exchange: Exchange, key: Key, server: Any, ids: list[int], n
     """Encode what the clients receive.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method.
         key: key of the round.
         server: server state at the beginning of the round.
         ids: the clients.
@@ -37,7 +37,7 @@ def read_download(exchange: Exchange, key: Key, payload: bytes, like: Any, id: i
     """Decode what a client receives.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method.
         key: key of the round.
         payload: one of `write_downloads`.
         like: a server state with the shapes and dtypes of the one that was sent.
@@ -45,7 +45,8 @@ def read_download(exchange: Exchange, key: Key, payload: bytes, like: Any, id: i
         n: number of clients.
 
     Returns:
-        The fields `exchange.down`: one field itself, several as a tuple.  RefusedError if the payload is not valid.
+        The fields `exchange.down`: one field itself, several as a tuple.  Raises a RefusedError if the payload is not
+        valid.
     """
     try:
         if exchange.download is None:
@@ -59,7 +60,7 @@ def write_upload(exchange: Exchange, key: Key, x: PyTree, id: int, n: int) -> by
     """Encode what a client sends.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method.
         key: key of the round.
         x: what the client gave to `Round.send`.
         id: the client's number.
@@ -79,7 +80,7 @@ def read_upload(exchange: Exchange, key: Key, payload: bytes, server: Any, id: i
     """Decode what a client has sent.
 
     Args:
-        exchange: of the method.
+        exchange: client step and server step of the method.
         key: key of the round.
         payload: the result of `write_upload`.
         server: server state at the beginning of the round.
@@ -87,7 +88,7 @@ def read_upload(exchange: Exchange, key: Key, payload: bytes, server: Any, id: i
         n: number of clients.
 
     Returns:
-        The value of the message.  ValueError if the payload is not valid.
+        The value of the message.  Raises a ValueError if the payload is not valid.
     """
     if exchange.upload is not None:
         return exchange.upload.read(key, payload, server, id, n)
@@ -98,15 +99,15 @@ def read_upload(exchange: Exchange, key: Key, payload: bytes, server: Any, id: i
 
 
 def longest_upload(contract: Contract, server: Any, id: int) -> int:
-    """Number of bytes of the payload that a client sends in this round, as an exact integer.
+    """Return the number of bytes of the payload that a client sends in this round.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
         server: server state at the beginning of the round; shapes and dtypes of the fields that it sends are enough.
         id: the client's number.
 
     Returns:
-        The number of bytes; for a compressor without `length`, an upper bound.
+        The number of bytes, exact; for a compressor without `length`, an upper bound.
     """
     exchange = exchange_of(contract)
     like = received_fields(exchange, server)
@@ -118,7 +119,7 @@ def longest_upload(contract: Contract, server: Any, id: int) -> int:
 
 
 def refuse_numbers(what: str, received: PyTree) -> None:
-    """RefusedError for numbers that are not finite or above `rounds.largest` of their dtype."""
+    """Raise a RefusedError for numbers that are not finite or above `rounds.largest` of their dtype."""
     for leaf in map(np.asarray, jax.tree.leaves(received)):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue

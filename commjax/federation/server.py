@@ -55,7 +55,7 @@ def downloads(contract: Contract, server: Any, counted: Mapping[int, int]) -> di
     """Make the downloads of a round.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
         server: server state at the beginning of the round.
         counted: by id, the last round in which an upload of this client was counted; clients without one may be
             missing.
@@ -88,7 +88,7 @@ class Upload(NamedTuple):
 
 
 def _open(contract: Contract, run: int, server: Any, id: int, upload: bytes) -> Upload:
-    """Open an upload.  ValueError if it is not valid."""
+    """Open an upload.  Raises a ValueError if it is not valid."""
     exchange, round = exchange_of(contract), int(server.round)
     header, payload = unseal(upload, kind="up", run=run, limit=longest_upload(contract, server, id))
     if (header.client, header.round) != (id, round):
@@ -138,14 +138,14 @@ def close(
     absent clients.  In all other cases an absent client raises an `AbsentError`.
 
     Args:
-        contract: of the run.
+        contract: the contract of the run.
         server: server state at the beginning of the round.
         uploads: the sealed upload of each client that answered, by id.
         reasons: by id, why the other clients sent nothing.
 
     Returns:
-        The next server state, and a report.  `DivergedError` if its params are not finite; `server` is then the last
-        good one.
+        The next server state, and a report.  Raises a `DivergedError` if the new params are not finite; the given
+        `server` is then the last good state.
     """
     exchange, round = exchange_of(contract), int(server.round)
     asked = members(contract, round)

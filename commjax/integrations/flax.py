@@ -35,7 +35,7 @@ class CausalLM(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t vocab"]:
-        """Apply the module."""
+        """Return the logits of the next token at each position."""
         model = architectures.model(self.config)
         outer = self.param("outer", init_layers, model.outer_shapes, self.dtype)
         numbers = range(self.config.num_hidden_layers)

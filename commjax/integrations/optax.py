@@ -39,7 +39,7 @@ class Server(NamedTuple):
 
     Attributes:
         round: number of updates so far.
-        shift: h = mean_i h_i.
+        shift: h = mean_i h_i, the mean of the clients' control variates.
         bits: bits of the last message, as the mean over clients.
     """
 
@@ -61,9 +61,9 @@ class Sent(NamedTuple):
 
 
 def top_share(share: float) -> Compressor:
-    """The top-k compressor of each leaf, which keeps the largest `share` of its entries and at least one.
+    """Keep, in each leaf, the `share` of the entries with the largest magnitudes, and at least one entry.
 
-    Leaf by leaf is faster than top-k of the whole vector: a leaf fits into the cache while its threshold is computed.
+    This is faster than top-k of the whole vector, because a leaf fits into the cache while its threshold is computed.
 
     Args:
         share: fraction of the entries, 0 < share <= 1.
@@ -82,19 +82,20 @@ def top_share(share: float) -> Compressor:
 def ef_bv(
     compressor: Compressor, n: int, key: Key, *, lam: Any, nu: Any, axis_name: str | None = None
 ) -> Transformation:
-    """EF-BV's estimate g of the mean of n gradients; EF21 at nu == lam, DIANA at nu == 1.
+    """Replace n gradients by EF-BV's estimate g of their mean; this is EF21 at nu == lam and DIANA at nu == 1.
 
         d_i = C_i(grad_i - h_i)             h_i <- h_i + lam d_i
         g   = h + nu mean_i d_i             h   <- h + lam mean_i d_i
 
-    With `optax.sgd(gamma)` after it, it equals `algorithms.ef_bv` bit for bit.
+    h_i is the control variate of client i, and h the mean of the h_i.  Followed by `optax.sgd(gamma)`, this equals
+    `algorithms.ef_bv` bit for bit.
 
     Args:
-        compressor: C.
+        compressor: C_i, which compresses the messages d_i.
         n: number of clients.
         key: key of the run.
-        lam: lam.
-        nu: nu.
+        lam: scaling of the control variates.
+        nu: scaling of the estimate.
         axis_name: the device axis under `shard_map` or `pmap`; None if there is none.
 
     Returns:
@@ -102,7 +103,7 @@ def ef_bv(
         clients, or those of this device under an `axis_name`.
 
     Thesis: Alg. EF-BV (Fig. 2.1).
-    Holds if: what follows is a gradient step; with momentum or Adam after it the theorems do not speak.
+    Holds if: a plain gradient step follows.  No theorem covers momentum or Adam after it.
 
     >>> from commjax.compressors import identity
     >>> mean = ef_bv(identity(), 2, jax.random.key(0), lam=1.0, nu=1.0)
@@ -137,12 +138,12 @@ def ef_bv(
 
 
 def compressed_mean(compressor: Compressor, n: int, key: Key, axis_name: str | None = None) -> Transformation:
-    """The mean of compressed gradients, without error feedback.
+    """Replace n gradients by the mean of their compressed values, without error feedback.
 
         g = mean_i C_i(grad_i)
 
     Args:
-        compressor: C.
+        compressor: C_i, which compresses the gradients.
         n: number of clients.
         key: key of the run.
         axis_name: the device axis under `shard_map` or `pmap`; None if there is none.
@@ -207,14 +208,14 @@ def per_client(transformation: optax.GradientTransformation, n: int) -> Transfor
 
 
 def ef_bv_mean(compressor: Compressor, n: int, key: Key, *, lam: Any, nu: Any, axis_name: str = AXIS) -> Transformation:
-    """`ef_bv` under `pmap` or `shard_map` with one client per device.
+    """Make `ef_bv` for use inside `pmap` or `shard_map`, with one client per device.
 
     Call `init` outside of `pmap` or `shard_map`: it makes the rows of all n clients, and `specs(state)` or
     `axes(state)` splits them.  Under `shard_map`, compute the gradient at `rounds.broadcast(params, axis_name)`.  At
-    replicated params JAX would sum it over the devices, and `update` refuses such a gradient.
+    replicated params JAX would sum the gradient over the devices, and `update` refuses such a gradient.
 
     Args:
-        compressor: C.
+        compressor: C_i, which compresses the messages.
         n: number of clients, which is the number of devices.
         key: key of the run.
         lam: lam of `ef_bv`.
@@ -249,7 +250,7 @@ def _over(function: Callable[..., Any], local: int) -> Callable[..., Any]:
 def _check(
     grads: PyTree, n: int, axis_name: str | None, *, like: PyTree | None = None, params: PyTree | None = None
 ) -> None:
-    """ValueError unless gradients have one row for each client of this device.
+    """Raise a ValueError unless gradients have one row for each client of this device.
 
     `like` has the shapes of the gradients, `params` those of one row.
     """
@@ -286,7 +287,7 @@ def _varies(x: Array) -> frozenset[str]:
 
 
 def specs(state: PyTree, axis_name: str = AXIS) -> PyTree:
-    """PartitionSpecs of an Optax state that contains states of this module: clients split, the rest replicated.
+    """Return PartitionSpecs of an Optax state that contains states of this module: clients split, others replicated.
 
     Args:
         state: the Optax state.
@@ -303,12 +304,12 @@ def specs(state: PyTree, axis_name: str = AXIS) -> PyTree:
 
 
 def shardings(state: PyTree, mesh: Mesh, axis_name: str = AXIS) -> PyTree:
-    """`specs` as `NamedSharding`s, for `jax.device_put(state, ...)` before a sharded jit."""
+    """Return `specs` as `NamedSharding`s, for `jax.device_put(state, ...)` before a sharded jit."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(state, axis_name))
 
 
 def axes(state: PyTree) -> PyTree:
-    """The `in_axes` and `out_axes` of an Optax state for `pmap`: clients split, the rest replicated."""
+    """Return the `in_axes` and `out_axes` of an Optax state for `pmap`: clients split, the rest replicated."""
     return _placed(state, State(None, 0), None)
 
 
@@ -319,13 +320,13 @@ def _placed(state: PyTree, ours: State, others: Any) -> PyTree:
 
 
 def bits(state: PyTree) -> Array:
-    """Bits that one client sent in the last step.
+    """Return the number of bits that one client sent in the last step, as the mean over clients.
 
     Args:
         state: an Optax state that contains one or more states of this module, at any depth.
 
     Returns:
-        The sum of their `bits`.  ValueError if there are none.
+        The sum of their `bits`.  Raises a ValueError if there are none.
     """
     pairs = optax.tree.get_all_with_path(state, "bits")
     if not pairs:

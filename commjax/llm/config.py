@@ -128,7 +128,7 @@ def from_json(content: dict[str, Any]) -> Config:
 
     The spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype) are read.
     Absent or null entries take the defaults of transformers. Options that these models do not implement, and entries
-    that contradict each other, are a ValueError.
+    that contradict each other, raise a ValueError.
 
     Args:
         content: The parsed JSON object.
@@ -159,7 +159,7 @@ def check(config: Config) -> Config:
         config: The config.
 
     Returns:
-        The same config. Sizes that do not fit, or exceed `MOST`, are a ValueError.
+        The same config. Sizes that do not fit, or exceed `MOST`, raise a ValueError.
     """
     for name, most in MOST.items():
         if getattr(config, name, 0) > most:

@@ -19,8 +19,13 @@ MOST = {
 _LARGEST = 1e30  # limit of rope_theta and similar numbers, which are computed in float32
 
 
+def _entry(content: dict[str, Any], name: str, default: Any) -> Any:
+    """The value of an entry, or the default if it is absent or null."""
+    return default if content.get(name) is None else content[name]
+
+
 def whole(content: dict[str, Any], name: str, default: int | None) -> Any:
-    """Read a whole number from 1 to `MOST`; ValueError for anything else.
+    """Read a whole number from 1 to `MOST`, and raise a ValueError for anything else.
 
     Args:
         content: The parsed `config.json`.
@@ -30,7 +35,7 @@ def whole(content: dict[str, Any], name: str, default: int | None) -> Any:
     Returns:
         The value.
     """
-    value = default if content.get(name) is None else content[name]
+    value = _entry(content, name, default)
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{name}={value!r}; allowed: a whole number of at least 1")
     if value is not None and value > MOST[name]:
@@ -44,7 +49,7 @@ def _shown(value: int) -> str:
 
 
 def positive(content: dict[str, Any], name: str, default: float | None) -> float:
-    """Read a positive number; ValueError for anything else.
+    """Read a positive number, and raise a ValueError for anything else.
 
     Args:
         content: The parsed `config.json`.
@@ -54,7 +59,7 @@ def positive(content: dict[str, Any], name: str, default: float | None) -> float
     Returns:
         The value.
     """
-    value = default if content.get(name) is None else content[name]
+    value = _entry(content, name, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}; allowed: a positive number")
     if not 0 < value <= _LARGEST:
@@ -64,7 +69,7 @@ def positive(content: dict[str, Any], name: str, default: float | None) -> float
 
 
 def switch(content: dict[str, Any], name: str, default: bool) -> bool:
-    """Read true or false; ValueError for anything else.
+    """Read true or false, and raise a ValueError for anything else.
 
     Args:
         content: The parsed `config.json`.
@@ -74,14 +79,14 @@ def switch(content: dict[str, Any], name: str, default: bool) -> bool:
     Returns:
         The value.
     """
-    value = default if content.get(name) is None else content[name]
+    value = _entry(content, name, default)
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}; allowed: true or false")
     return value
 
 
 def one_of(content: dict[str, Any], name: str, default: str, allowed: tuple[str, ...]) -> Any:
-    """Read one of the allowed values; ValueError for anything else.
+    """Read one of the allowed values, and raise a ValueError for anything else.
 
     Args:
         content: The parsed `config.json`.
@@ -92,7 +97,7 @@ def one_of(content: dict[str, Any], name: str, default: str, allowed: tuple[str,
     Returns:
         The value.
     """
-    value = default if content.get(name) is None else content[name]
+    value = _entry(content, name, default)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
     return value

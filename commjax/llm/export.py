@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from commjax.core.files import write_atomically
+from commjax.core.files import replaced, write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
 from commjax.llm.base import Model, Params
@@ -48,7 +48,7 @@ def save(folder: str | os.PathLike, model: Model, params: Params, *, shard_bytes
     The dtype in config.json becomes that of the embedding.
 
     Args:
-        folder: The new folder. An existing one is a ValueError.
+        folder: The new folder. An existing one raises a ValueError.
         model: The model.
         params: Its weights.
         shard_bytes: The largest size of a shard. A larger tensor gets its own shard.
@@ -95,7 +95,7 @@ def writing(folder: str | os.PathLike) -> Iterator[Path]:
     """Make a hidden folder beside `folder`. It is renamed to `folder` at the end, or deleted if anything fails.
 
     Args:
-        folder: The final name. An existing folder is a ValueError.
+        folder: The final name. An existing folder raises a ValueError.
 
     Returns:
         A context manager that gives the hidden folder.
@@ -128,7 +128,7 @@ def publish(temporary: Path, folder: str | os.PathLike) -> None:
 
     Args:
         temporary: The finished folder.
-        folder: The final name. An existing folder is a ValueError.
+        folder: The final name. An existing folder raises a ValueError.
     """
     refuse_existing(folder)
     os.rename(temporary, folder)
@@ -173,19 +173,12 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    sha, temporary = hashlib.sha256(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with _named(path), open(temporary, "xb") as file:
-            # One tensor is copied at a time.
-            for part in chain((len(text).to_bytes(8, "little"), text), (_memory(tensors[name]) for name in order)):
-                sha.update(part)
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    sha = hashlib.sha256()
+    with _named(path), replaced(path) as file:
+        # One tensor is copied at a time.
+        for part in chain((len(text).to_bytes(8, "little"), text), (_memory(tensors[name]) for name in order)):
+            sha.update(part)
+            file.write(part)
     return sha.hexdigest()
 
 

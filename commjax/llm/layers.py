@@ -34,6 +34,33 @@ def linear(layer: Layer, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
     return y + _along_last(layer["bias"], y) if "bias" in layer else y
 
 
+def linear_shapes(shape: tuple[int, int], biased: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of a dense layer.
+
+    Args:
+        shape: (in, out).
+        biased: Whether the layer has a bias.
+
+    Returns:
+        {"kernel": (in, out)}, and "bias" if there is one.
+    """
+    return {"kernel": shape, "bias": shape[1:]} if biased else {"kernel": shape}
+
+
+def logits(outer: dict[str, Layer], h: Float[Array, "... d"], tied: bool) -> Float[Array, "... vocab"]:
+    """Apply the head of a language model.
+
+    Args:
+        outer: The layers outside of the blocks: "embed_tokens", and "lm_head" if the head is not tied.
+        h: The inputs.
+        tied: Whether the head is the transposed embedding.
+
+    Returns:
+        One number for each entry of the vocabulary.
+    """
+    return h @ outer["embed_tokens"]["embedding"].T.astype(h.dtype) if tied else linear(outer["lm_head"], h)
+
+
 def rms_norm(layer: Layer, x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
     """Apply an RMS norm: scale * x / sqrt(mean(x^2) + eps).
 

@@ -23,6 +23,8 @@ def model(config: Config) -> Model:
         a = norm(h);  h <- h + o(attention(rotate(q a), rotate(k a), v a))
         m = norm(h);  h <- h + down(act(gate m) * up m)
 
+    h are the hidden states; q, k, v, o, gate, up and down are the linear layers of a block.
+
     Args:
         config: The config, with architecture "llama".
 
@@ -58,10 +60,7 @@ def model(config: Config) -> Model:
         return h, dict(zip(LINEAR, (a, a, a, read, m, m, gated)))
 
     def head(outer: Layers, h: Hidden) -> Float[Array, "b t vocab"]:
-        h = layers.rms_norm(outer["norm"], h, eps)
-        if config.tie_word_embeddings:
-            return h @ outer["embed_tokens"]["embedding"].T.astype(h.dtype)
-        return layers.linear(outer["lm_head"], h)
+        return layers.logits(outer, layers.rms_norm(outer["norm"], h, eps), config.tie_word_embeddings)
 
     return Model(
         config, embed, block, head, LINEAR, block_shapes(config), outer_shapes(config), "model.layers.{}.", _PREFIXES
@@ -93,8 +92,7 @@ def block_shapes(config: Config) -> Shapes:
     )
 
     def kernel(name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        biased = config.mlp_bias if name.startswith("mlp") else config.attention_bias
-        return {"kernel": shape, "bias": shape[1:]} if biased else {"kernel": shape}
+        return layers.linear_shapes(shape, config.mlp_bias if name.startswith("mlp") else config.attention_bias)
 
     norms: Shapes = {name: {"scale": (hidden,)} for name in ("input_layernorm", "post_attention_layernorm")}
     return {name: kernel(name, shape) for name, shape in zip(LINEAR, ends)} | norms

@@ -1,4 +1,4 @@
-"""Read Llama models in the `.bin` format of llama2.c, version 0: small pretrained models without any download tool."""
+"""Read Llama models in the `.bin` format (version 0) of llama2.c, for which small pretrained models exist."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ _HEADER = 7
 
 
 def read(path: str | os.PathLike) -> tuple[Model, Params]:
-    """Read the model of a version-0 file, float32.
+    """Read a model from a llama2.c file of version 0, whose weights are float32.
 
     After the header the file holds: embedding, attention norm, wq, wk, wv, wo, ffn norm, w1, w2, w3 (each stacked over
     blocks, matrices [out, in]), last norm, cos and sin tables that follow from the header, and the head if it is not

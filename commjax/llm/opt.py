@@ -17,7 +17,8 @@ def model(config: Config) -> Model:
         h <- h + out(attention(q norm(h), k norm(h), v norm(h)))
         h <- h + fc2(act(fc1 norm(h)))
 
-    If `config.do_layer_norm_before` is False (OPT-350m), the norms come after the sums instead.
+    h are the hidden states; q, k, v, out, fc1 and fc2 are the linear layers of a block.  If
+    `config.do_layer_norm_before` is False (OPT-350m), the norms come after the sums instead.
 
     Args:
         config: The config, with architecture "opt".
@@ -66,9 +67,7 @@ def model(config: Config) -> Model:
     def head(outer: Layers, h: Hidden) -> Float[Array, "b t vocab"]:
         h = layers.layer_norm(outer.get("final_layer_norm", {}), h) if config.final_layer_norm else h
         h = layers.linear(outer["project_out"], h) if projected else h
-        if config.tie_word_embeddings:
-            return h @ outer["embed_tokens"]["embedding"].T.astype(h.dtype)
-        return layers.linear(outer["lm_head"], h)
+        return layers.logits(outer, h, config.tie_word_embeddings)
 
     shapes = outer_shapes(config)
     prefixes = {name: name if name == "lm_head" else f"model.decoder.{name}" for name in shapes}
@@ -87,11 +86,8 @@ def block_shapes(config: Config) -> Shapes:
     hidden, inner = config.hidden_size, config.intermediate_size
     ends = ((hidden, hidden),) * 4 + ((hidden, inner), (inner, hidden))
 
-    def kernel(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        return {"kernel": shape, "bias": shape[1:]} if config.enable_bias else {"kernel": shape}
-
     norms: Shapes = {name: _norm(config) for name in NORMS if config.layer_norm_elementwise_affine}
-    return {name: kernel(shape) for name, shape in zip(LINEAR, ends)} | norms
+    return {name: layers.linear_shapes(shape, config.enable_bias) for name, shape in zip(LINEAR, ends)} | norms
 
 
 def outer_shapes(config: Config) -> Shapes:

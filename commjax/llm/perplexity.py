@@ -88,7 +88,7 @@ def losses(
 
 
 def nats_per_token(losses: Losses) -> float:
-    """Compute sum of nats / predicted tokens. For windows of one length, this is the mean of their means.
+    """Divide the loss of all windows by the number of predicted tokens, in nats per token.
 
     Args:
         losses: The losses.
@@ -123,7 +123,10 @@ def perplexity(losses: Losses) -> float:
 def _entropies(
     head: Callable[[Layers, Hidden], Float[Array, "b t vocab"]], outer: Layers, h: Hidden, tokens: Int[Array, "b t"]
 ) -> Float[Array, "b s"]:
-    """-log p of tokens 1, 2, ... of each window, some positions at a time: all logits at once would take gigabytes."""
+    """Return -log p of tokens 1, 2, ... of each window.
+
+    The logits of a few positions at a time are computed, because all of them at once would take gigabytes.
+    """
 
     def entropy(pair: tuple[Float[Array, "d"], Int[Array, ""]]) -> Float[Array, ""]:
         h, target = pair

@@ -71,11 +71,12 @@ def load(folder: str | os.PathLike) -> Tokenizer:
 def llama2c(path: str | os.PathLike) -> Tokenizer:
     """Load a llama2.c tokenizer.
 
-    A text is encoded as BOS, a leading space and the characters; characters that are not tokens become bytes. Then the
-    two neighbours whose union has the best score are joined, the leftmost first among equals, until no union is a
-    token.
+    A text is encoded as BOS (the token that begins a text), a leading space and the characters; characters that are not
+    tokens become bytes. Then the two neighbouring tokens whose union has the best score are joined, the leftmost first
+    among equals, until no union is a token.
 
-    The file holds int32 longest length; then for each token float32 score, int32 length, bytes.
+    The file holds the length of the longest token (int32), and for each token its score (float32), its length (int32)
+    and its bytes.
 
     Args:
         path: The file.

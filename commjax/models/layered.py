@@ -19,7 +19,8 @@ class LayeredCnn(nn.Module):
     On 32 x 32 x 3 images it has 2,804,544 parameters, as in the table. The table's count for Fashion-MNIST, 2,801,344,
     needs ``side=32``.
 
-    Thesis: Table C.2.  Differs: F4 (the text says four dense layers; the table and all its figures have three).
+    Thesis: Table C.2.
+    Differs (docs/errata.md): F4 (the text says four dense layers; the table and its numbers have three).
 
     Attributes:
         classes: The number of classes.
@@ -47,7 +48,7 @@ class LayeredCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
         x = x.astype(self.dtype)
         if self.side is not None:
             spare = self.side - x.shape[1], self.side - x.shape[2]
@@ -83,7 +84,7 @@ class LayeredMlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b ..."]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         for number, width in enumerate(self.widths, 1):
             x = nn.relu(_dense(width, f"fc{number}", self.dtype)(x))

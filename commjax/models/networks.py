@@ -1,6 +1,7 @@
 """Networks in Flax, and the losses that turn a Flax module into a classification problem."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from commjax.core import tree
+from commjax.core import rounds, tree
 from commjax.core.base import Key
 from commjax.data.stacked import Examples
 
@@ -45,7 +46,7 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b i j f"]:
-        """Apply the module."""
+        """Return the convolved images."""
         size, stride, channels = self.size, self.stride, x.shape[-1]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, self.features), self.dtype)
         if not self.patches:
@@ -77,7 +78,7 @@ def _flat(x: Shaped[Array, "b ..."], dtype: DTypeLike) -> Float[Array, "b d"]:
 
 
 class _EmnistCnn(nn.Module):
-    """What the two models of EMNIST share: their attributes, two convolutions with pooling, two dense layers."""
+    """The common parts of the two EMNIST models: attributes, two convolutions with pooling, two dense layers."""
 
     classes: int = 62
     patches: bool = False
@@ -97,12 +98,8 @@ class _EmnistCnn(nn.Module):
 class FedjaxCnn(_EmnistCnn):
     """FedJAX's EMNIST model: two 3 x 3 convolutions, 1,206,590 parameters on 28 x 28 images.
 
-    Dropout is active only if ``apply`` gets an rng named "dropout".
-
-    Attributes:
-        classes: The number of classes.
-        patches: The switch of `Conv`.
-        dtype: The dtype of parameters and activations.
+    Dropout is active only if ``apply`` gets an rng named "dropout". The attributes are those of `SmallCnn`, without
+    `widths`.
 
     >>> images = jnp.ones((1, 28, 28, 1))
     >>> tree.size(jax.eval_shape(FedjaxCnn().init, jax.random.key(0), images))
@@ -111,7 +108,7 @@ class FedjaxCnn(_EmnistCnn):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
 
         def dropout(rate: float) -> nn.Dropout:
             return nn.Dropout(rate, deterministic=not self.has_rng("dropout"))
@@ -125,12 +122,10 @@ class ThesisCnn(_EmnistCnn):
     """The thesis's FEMNIST model: two 5 x 5 convolutions, 879,422 parameters on 28 x 28 images, no dropout.
 
     Thesis: Sec. D.5.1, Table D.4.
-    Differs: P13 (the last layer is 62 wide, as in the table; the shapes are 24, 20, 10, as the counts are).
+    Differs (docs/errata.md): P13 (the last layer is 62 wide, as in the table; the images are 24, 20 and 10 wide, which
+    the parameter counts imply).
 
-    Attributes:
-        classes: The number of classes.
-        patches: The switch of `Conv`.
-        dtype: The dtype of parameters and activations.
+    The attributes are those of `SmallCnn`, without `widths`.
 
     >>> images = jnp.ones((1, 28, 28, 1))
     >>> tree.size(jax.eval_shape(ThesisCnn().init, jax.random.key(0), images))
@@ -139,7 +134,7 @@ class ThesisCnn(_EmnistCnn):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
         x = nn.relu(self._dense(128)(_flat(self._convolved(x, 5), self.dtype)))
         return self._dense(self.classes)(x)
 
@@ -167,7 +162,7 @@ class SmallCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
         x = x.astype(self.dtype)
         for width in self.widths:
             x = _pool(nn.relu(Conv(width, 3, "SAME", self.patches, self.dtype)(x)))
@@ -193,7 +188,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b ..."]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
         x = _flat(x, self.dtype)
         for width in self.widths:
             x = nn.relu(nn.Dense(width, dtype=self.dtype, param_dtype=self.dtype)(x))
@@ -223,7 +218,7 @@ class ShakespeareLstm(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t vocabulary"]:
-        """Apply the module."""
+        """Return a score for each possible next character."""
         x: Any = nn.Embed(self.vocabulary, self.embedding, dtype=self.dtype, param_dtype=self.dtype)(tokens)
         for width in self.widths:
             cell = nn.OptimizedLSTMCell(width, dtype=self.dtype, param_dtype=self.dtype)
@@ -309,3 +304,39 @@ def classification(module: nn.Module) -> Classification:
         return jnp.sum(right, dtype=jnp.int32), jnp.sum(kept, dtype=jnp.int32)
 
     return Classification(init, loss, accuracy_sums)
+
+
+@partial(jax.jit, static_argnames=("problem", "model"))
+def accuracy(
+    problem: Classification,
+    model: Callable[[Any, Any, Any], PyTree],
+    hparams: Any,
+    server: Any,
+    clients: Any,
+    examples: Examples,
+) -> Float[Array, ""]:
+    """Return the share of right predictions over the targets of all clients; each client uses the model it deploys.
+
+    Args:
+        problem: The network.
+        model: `model(hparams, server, client)` returns the params that a client deploys.
+        hparams: Hyperparameters, for `model`.
+        server: Server state, for `model`.
+        clients: Client states with a leading client axis, for `model`.
+        examples: Rows of all clients, with a leading client axis.
+
+    Returns:
+        The accuracy, between 0 and 1.
+
+    >>> problem = classification(nn.Dense(2))
+    >>> rows = Examples(jnp.ones((3, 4, 5)), jnp.zeros((3, 4), int), jnp.full((3, 4), 0.25))
+    >>> params = {"kernel": jnp.zeros((5, 2)), "bias": jnp.array([1.0, 0.0])}
+    >>> accuracy(problem, lambda hparams, server, client: server, None, params, jnp.arange(3), rows).item()
+    1.0
+    """
+
+    def client_sums(client: Any, data: Examples) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        return problem.accuracy_sums(model(hparams, server, client), data)
+
+    right, total = rounds.one_by_one(client_sums)(clients, examples)
+    return right.sum() / total.sum()

@@ -26,7 +26,8 @@ class ResNet18(nn.Module):
     exchange the running means of BatchNorm as well.
 
     Thesis: Sec. 4.4.2.
-    Differs: GroupNorm; the stem for small images (3 x 3, no pooling), which the thesis does not state.
+    Differs: the network has GroupNorm, and an input layer for small images (3 x 3, no pooling); the thesis does not
+    describe its input layer.
 
     Attributes:
         classes: The number of classes.
@@ -49,7 +50,7 @@ class ResNet18(nn.Module):
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """Apply the module."""
+        """Return the score of each class."""
 
         def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
             options: dict[str, Any] = {

@@ -16,8 +16,9 @@ from commjax.theory.ldp_fedp3 import check_relation, check_target
 class Guarantee(NamedTuple):
     """A privacy guarantee: `rounds` sampled Gaussian mechanisms are (epsilon, delta)-DP for each client's rows.
 
-    Holds if: noise is drawn in real numbers from a source that only the client knows; the denominator is public, which
-    the number of rows is for "replace-one" and is not for "add-remove" (`ldp_fedp3(rows=...)`).
+    Holds if: the noise consists of real numbers from a source that only the client knows, and the number by which the
+    sum of the gradients is divided is public.  For "replace-one" this may be the client's number of rows.  For
+    "add-remove" it may not: pass a public number as `ldp_fedp3(rows=...)`.
 
     Attributes:
         epsilon: the guaranteed epsilon; infinite if there is no guarantee.
@@ -135,9 +136,8 @@ def guarantee(
 ) -> Guarantee:
     """Compute the epsilon that an accountant guarantees for given noise and delta.
 
-    With `capacity` of `rows`, delta includes (1 + e^epsilon) times the probability that rows are dropped.  This
-    accounts for the difference between the mechanism with and without the capacity, which agree unless rows are
-    dropped.
+    With `capacity`, delta includes (1 + e^epsilon) times the probability that rows are dropped, because only then does
+    the mechanism differ from the one without a capacity.
 
     Args:
         noise: z, the noise multiplier.

@@ -2,8 +2,9 @@
 
     release = (sum_{j in B} g_j min(1, C / |g_j|) + z C N(0, I)) / (q m)
 
-B contains each of the m rows with probability q, and m is public.  `commjax.privacy.accounting` computes the privacy
-loss over all rounds and the multiplier z for a target.
+g_j is the gradient of row j, C the clipping norm and z the noise multiplier.  The batch B contains each of the m rows
+with probability q, and m is public.  `commjax.privacy.accounting` computes the privacy loss over all rounds, and the
+multiplier z for a target.
 """
 
 from collections.abc import Callable
@@ -159,9 +160,9 @@ def gaussian_like(key: Key, like: PyTree) -> PyTree:
 def check_per_example(loss: Loss, params: Params, data: PyTree, rtol: float = 1e-3) -> None:
     """Raise a ValueError unless the loss is the mean over rows of the losses of single rows, and so is its gradient.
 
-    A loss that mixes rows (batch normalisation, contrastive losses, unequal weights) has no gradient of a single row:
-    the clipped quantity would then not be a part of the minimised one.  The check is at `params` and at another point
-    nearby, because at one point alone (all zeros, for example) much may agree by chance.
+    A loss that mixes rows (batch normalisation, contrastive losses, unequal weights) has no gradient of a single row,
+    so that clipping rows would not bound their influence.  The check is made at `params` and at a point nearby, because
+    at a single point, such as all zeros, the two may agree by chance.
 
     Args:
         loss: (params, rows of one client) -> one number, the mean over rows.

@@ -8,10 +8,10 @@ from numpy.typing import ArrayLike
 
 
 class Smoothness(NamedTuple):
-    """The constants of f = (1/n) sum_i f_i. The function `smoothness` computes them from L_1, ..., L_n.
+    """The smoothness constants of f = (1/n) sum_i f_i. The function `smoothness` computes them from L_1, ..., L_n.
 
     Thesis: Sec. 1.5.1, Sec. 2.5 (L_tilde).
-    Differs: E1 (L_tilde has the 1/n that Sec. A.3.1 drops).
+    Differs (docs/errata.md): E1 (L_tilde has the 1/n that Sec. A.3.1 drops).
 
     Attributes:
         L: The smoothness constant of f.

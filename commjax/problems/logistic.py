@@ -59,12 +59,12 @@ def _fit(params: Float[Array, "d"], data: ClientData | Columns) -> Float[Array, 
 
 
 def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -> Float[Array, ""]:
-    """Logistic loss of one client with an L2 regulariser.
+    """Compute the logistic loss of one client with an L2 regulariser.
 
         f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + mu/2 |x|^2
 
     Thesis: Sec. A.3.1.
-    Holds if: convex; smooth and strongly convex with ``constants``.
+    f_i is convex; ``constants`` computes its constants of smoothness and strong convexity.
 
     Args:
         params: The point x.
@@ -83,12 +83,12 @@ def loss(params: Float[Array, "d"], data: ClientData | Columns, mu: ArrayLike) -
 
 
 def nonconvex_loss(params: Float[Array, "d"], data: ClientData | Columns, lam: ArrayLike) -> Float[Array, ""]:
-    """Logistic loss of one client with a nonconvex regulariser.
+    """Compute the logistic loss of one client with a nonconvex regulariser.
 
         f_i(x) = (1/N_i) sum_j log(1 + exp(-b_ij <a_ij, x>)) + lam sum_k x_k^2 / (1 + x_k^2)
 
     Thesis: Sec. A.3.3.
-    Differs: E12 (the regulariser is 2 lam-smooth, not lam).
+    Differs (docs/errata.md): E12 (the regulariser is 2 lam-smooth, not lam).
 
     Args:
         params: The point x.
@@ -136,7 +136,9 @@ def constants(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
         L_i = lambda_max(A_i^T A_i) / (4 N_i) + mu
         L   = lambda_max((1/n) sum_i A_i^T A_i / N_i) / 4 + mu
 
-    Differs: E3 (the text's L_i is ``trace_bound``), E2 (Table A.2 used ``reproduce_tab10``).
+    A_i [N_i, d] are the features of client i's N_i rows.
+
+    Differs (docs/errata.md): E3 (the text's L_i is ``trace_bound``), E2 (Table A.2 used ``reproduce_tab10``).
 
     Args:
         dataset: The data set.
@@ -158,7 +160,7 @@ def constants(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
 def nonconvex_constants(dataset: Dataset, rows: Rows, lam: float) -> Smoothness:
     """Compute the constants of ``nonconvex_loss``: those of the logistic part plus 2 lam, and mu = 0.
 
-    Differs: E12.
+    Differs (docs/errata.md): E12 (2 lam, not lam).
 
     Args:
         dataset: The data set.
@@ -179,9 +181,9 @@ def nonconvex_constants(dataset: Dataset, rows: Rows, lam: float) -> Smoothness:
 def reproduce_tab10(dataset: Dataset, rows: Rows, mu: float = 0.1) -> Smoothness:
     """Compute the constants behind the stepsizes printed in the thesis: 2 mu instead of mu, and L over the pooled rows.
 
-    Thesis: Table A.2, n = 1000, ``rows = blocks(N, n, remainder="last", overlap=xi)``. The golden numbers for xi = 2
-    use ``n * (N // n)`` for N (without the last rows), which changes L_tilde by less than 0.1 %.
-    Differs: E2. Use ``constants`` for anything else.
+    Thesis: Table A.2, n = 1000, ``rows = blocks(N, n, remainder="last", overlap=xi)``. The table's numbers for xi = 2
+    leave out the last rows: N is ``n * (N // n)``. This changes L_tilde by less than 0.1 %.
+    Differs (docs/errata.md): E2 (these are not the constants of ``loss``). Use ``constants`` for anything else.
 
     Args:
         dataset: The data set.
@@ -207,7 +209,7 @@ def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
         L_i = mu + (1/(4 N_i)) sum_j |a_ij|^2,   L = L_tilde
 
     Thesis: Sec. A.3.1, Sec. 3.3.1, Sec. 5.4.
-    Differs: E1 (with 1/n), E3 (1.5 to 4.4 times ``constants`` on the thesis's data).
+    Differs (docs/errata.md): E1 (L_tilde has the factor 1/n), E3 (1.5 to 4.4 times ``constants`` on the thesis's data).
 
     Args:
         dataset: The data set.
@@ -230,7 +232,7 @@ def trace_bound(dataset: Dataset, rows: Rows, mu: float) -> Smoothness:
 def optimum(dataset: Dataset, rows: Rows, mu: float, tol: float = 1e-12, max_iterations: int = 100) -> Optimum:
     """Minimise f = (1/n) sum_i f_i of ``loss`` to |grad f| <= tol, by a damped Newton method on the host.
 
-    Holds if: mu > 0. A tolerance beyond float64, or too few iterations, is a RuntimeError.
+    Holds if: mu > 0. Raises a RuntimeError if the tolerance is not reached within `max_iterations` or in float64.
 
     Args:
         dataset: The data set.
@@ -270,7 +272,10 @@ def flix_optimum(
 
         (1/n) sum_i f_i(alpha_i x + (1 - alpha_i) x_i*)
 
-    Holds if: mu > 0 and some alpha_i > 0.  |grad| <= tol max_i alpha_i, since the gradient has a factor alpha_i.
+    f_i is ``loss`` of client i. The method stops at |grad| <= tol max_i alpha_i, because the gradient of a term has the
+    factor alpha_i.
+
+    Holds if: mu > 0 and some alpha_i > 0.
 
     Args:
         dataset: The data set.

@@ -46,7 +46,8 @@ def random(seed: int, n: int, d: int, *, mu: float, L: float, heterogeneity: flo
 
         H_i = Q_i diag(eigenvalues uniform in [mu, L]) Q_i^T,   c_i = c + heterogeneity * N(0, I)
 
-    Client 0 has both ends of the spectrum (if d = 1, only L), so that L_max = L exactly up to rounding.
+    Q_i is a random orthogonal matrix, and c a random point.  Client 0 has both ends of the spectrum (if d = 1, only L),
+    so that L_max = L up to rounding.
 
     Args:
         seed: The seed.
@@ -108,7 +109,7 @@ def constants(problem: Quadratic) -> Smoothness:
 def optimum(problem: Quadratic) -> Optimum:
     """Minimise f = (1/n) sum_i f_i by the normal equations (mean_i H_i) x = mean_i H_i c_i.
 
-    Holds if: f is strongly convex; otherwise a ValueError.
+    Holds if: f is strongly convex. Raises a ValueError otherwise.
 
     Args:
         problem: The clients.

@@ -37,7 +37,7 @@ class Cohort(NamedTuple):
 
     Attributes:
         data: data of the clients, leaves [m, ...].
-        weights: 1/(n p_i), 0 for rows that take no part.
+        weights: 1/(n p_i) with p_i the probability that client i is drawn, [m]; 0 for rows that take no part.
         hub: the hub of each client, or None without hubs.
     """
 

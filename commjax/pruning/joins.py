@@ -1,4 +1,7 @@
-"""Joins of scores: how the norms u of the inputs and v of the outputs meet |W| (`commjax.pruning.scores`)."""
+"""Joins: combine |W| with the norms u of the inputs and v of the outputs into a score (`commjax.pruning.scores`).
+
+S1 to S4 are the names of the joins in Sec. E.3.3 of the thesis.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,7 +24,7 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def relative(w: Matrix, *norms: Norms) -> Matrix:
-    """S1: |W| / u + |W| / v, where a quotient by a zero norm is 0.
+    """Return |W| / u + |W| / v (S1), where a quotient by a zero norm is 0.
 
     Args:
         w: |W| [in, out].
@@ -34,7 +37,7 @@ def relative(w: Matrix, *norms: Norms) -> Matrix:
 
 
 def relative_to_sum(w: Matrix, *norms: Norms) -> Matrix:
-    """S2: |W| / (u + v), and 0 where u + v is 0.
+    """Return |W| / (u + v) (S2), and 0 where u + v is 0.
 
     Args:
         w: |W| [in, out].
@@ -47,7 +50,7 @@ def relative_to_sum(w: Matrix, *norms: Norms) -> Matrix:
 
 
 def plain(w: Matrix, *norms: Norms) -> Matrix:
-    """S3: |W| (u + v).
+    """Return |W| (u + v) (S3).
 
     Args:
         w: |W| [in, out].
@@ -60,7 +63,7 @@ def plain(w: Matrix, *norms: Norms) -> Matrix:
 
 
 def harmonic(w: Matrix, *norms: Norms) -> Matrix:
-    """S4: |W| / (1/u + 1/v), and 0 where a norm is 0.
+    """Return |W| / (1/u + 1/v) (S4), and 0 where a norm is 0.
 
     Args:
         w: |W| [in, out].
@@ -73,7 +76,7 @@ def harmonic(w: Matrix, *norms: Norms) -> Matrix:
 
 
 def root(w: Matrix, *norms: Norms) -> Matrix:
-    """The join of the squared objective: |W| sqrt(u^2 + v^2).
+    """Return |W| sqrt(u^2 + v^2), the join of the squared objective.
 
     Args:
         w: |W| [in, out].

@@ -8,7 +8,7 @@ from commjax.pruning.zeroshot import Likelihood, likelihoods
 
 
 def template_lm(model: Model, params: Params, tokenizer: Tokenizer, *, eot: int = 2, batch_size: int = 8) -> Any:
-    """The model as lm-eval's `TemplateLM`, without torch.
+    """Wrap a model as lm-eval's `TemplateLM`, without torch.
 
         lm_eval.simple_evaluate(model=template_lm(...), tasks=[...])
 

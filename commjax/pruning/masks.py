@@ -10,7 +10,8 @@ Among equal scores the first position (in a layer: input first, then output) is 
 the same order as their bit patterns.  A group's threshold is therefore built bit by bit from the highest bit, with one
 counting pass per bit, until the count of every group is right.  XLA's sort is a hundred times slower.
 
-Thesis: the group is never stated (W9).  The fraction removed is the eps of Sec. 6.3.1 (W8).
+Thesis: the fraction removed is the eps of Sec. 6.3.1.
+Differs (docs/errata.md): W8 (eps is a fraction), W9 (the thesis never states the group).
 """
 
 import math
@@ -39,11 +40,12 @@ _INT = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def count(size: int, sparsity: float) -> int:
-    """Number of weights to prune among `size` weights.
+    """Return the number of weights to prune among `size` weights.
 
-        floor(size * sparsity), safe against 100 * 0.29 = 28.999...
+        floor(size * sparsity)
 
-    The product is exact.  The rounding error of the float `sparsity` is forgiven.
+    A product that lies below a whole number only because `sparsity` is rounded counts as that number: 100 * 0.29 is
+    28.999... in floats, and the result is 29.
 
     >>> count(4096, 0.6), count(100, 0.29), count(104_857_600, 0.29)
     (2457, 29, 30408704)
@@ -73,8 +75,8 @@ def unstructured(scores: Scores, sparsity: float, group: Group = "output", *, re
         scores: Scores [in, out], non-negative.
         sparsity: Share of each group to prune, 0 <= sparsity < 1.
         group: Which weights compete: "output", "input" or "layer".
-        reference_ties: Prune as the released layer-wise code does: every score up to and including the next larger one.
-            At least one more weight is pruned, with all weights of equal score.
+        reference_ties: Prune as the released layer-wise code does: it also prunes the next larger score and all weights
+            of that score, so that at least one more weight is pruned.
 
     Returns:
         The mask [in, out], True where a weight is kept.
@@ -133,7 +135,7 @@ def n_m(scores: Scores, n: int, m: int) -> Mask:
 
 
 def check_pattern(inputs: int, n: int, m: int) -> None:
-    """Raise ValueError unless n of every m inputs can be kept.
+    """Raise a ValueError unless n of every m inputs can be kept.
 
     Args:
         inputs: Number of inputs of the layer.
@@ -152,7 +154,7 @@ def _check_shape(scores: Scores) -> None:
 
 
 def _checked(scores: Scores, mask: Mask, ordered: Array) -> Mask:
-    """Return the mask, or raise ValueError if a score is NaN or negative.  Under jit nothing is checked."""
+    """Return the mask, or raise a ValueError if a score is NaN or negative.  Under jit nothing is checked."""
     if not isinstance(ordered, Tracer) and not ordered:
         bad = int(jnp.sum(~(scores >= 0)))
         raise ValueError(f"scores has {bad} values that are NaN or negative; allowed: numbers from 0 on")
@@ -181,7 +183,7 @@ def _least_pruned(scores: Scores, k: Int[Array, ""], group: Group, reference_tie
 
 
 def least(keys: Keys, k: Int[Array, ""] | int, group: Group) -> Mask:
-    """Mark the k least of every group of non-negative integers, the first ones among equals.
+    """Mark the k smallest keys of every group; among equal keys the first positions win.
 
     Args:
         keys: Non-negative integers [in, out].  XLA must compute them once (`tree.once`), because they are compared with

@@ -40,7 +40,8 @@ class Layer(NamedTuple):
         block: Number of the block.
         name: Name of the layer within the block.
         sparsity: Share of its weights that are zero.
-        error: |X W - X W~|_F / |X W|_F, where X are 1024 of the calibration tokens that enter the layer (or all).
+        error: |X W - X W~|_F / |X W|_F with the dense weights W, the pruned weights W~, and the inputs X of the layer
+            at 1024 of the calibration tokens (or at all tokens, if there are fewer).
     """
 
     block: int
@@ -64,7 +65,7 @@ class Calibration(NamedTuple):
 def prune(
     model: Model, params: Params, windows: Windows, recipe: Recipe, *, batch_size: int = 8
 ) -> tuple[Params, tuple[Layer, ...]]:
-    """Prune all linear layers of a model; embeddings, norms, biases and head stay.
+    """Prune all linear layers of a model; embeddings, norms, biases and head stay unchanged.
 
     >>> from commjax.llm import base, config, llama
     >>> tiny = llama.model(config.Config("llama", 5, 8, 12, 1, 2, 1, 4, 16))
@@ -93,7 +94,7 @@ def prune(
 
 
 def check_windows(model: Model, windows: Windows, batch_size: int) -> None:
-    """Raise ValueError unless the windows hold tokens of the model and are short enough for it.
+    """Raise a ValueError unless the windows hold tokens of the model and are short enough for it.
 
     Args:
         model: The model.
@@ -150,7 +151,7 @@ def pruned_blocks(
     first: int = 0,
     told: Callable[[int, Layer], None] = lambda done, layer: None,
 ) -> Iterator[tuple[Layers, tuple[Layer, ...]]]:
-    """Prune blocks one after another.
+    """Prune blocks one after another, and pass the activations through each pruned block.
 
     Args:
         model: The model.
@@ -265,7 +266,7 @@ def _calibrate(
 def sparsity_of_blocks(
     model: Model, outer: Layers, blocks: Iterable[Layers], windows: Windows, recipe: Recipe, batch_size: int
 ) -> np.ndarray:
-    """Sparsity of every block: the same for all, or OWL's.
+    """Return the sparsity of every block: the same for all, or OWL's, which prunes blocks with more outliers less.
 
     For OWL the dense model first reads all windows.
 
@@ -300,5 +301,5 @@ def sparsity_of_blocks(
 
 @jax.jit
 def _outcome(inputs: Activations, W: Matrix, pruned: Matrix) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """Number of zero weights, and the relative error."""
+    """Return the number of zero weights, and the relative reconstruction error."""
     return jnp.sum(pruned == 0), reconstruct.of_activations(inputs, W, pruned).relative

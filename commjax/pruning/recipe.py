@@ -54,7 +54,7 @@ class Recipe(NamedTuple):
     activations that leave the pruned blocks before it; its own layers are still dense, as in the released Wanda, RIA
     and DSnoT.
 
-    Thesis: Sec. E.3.1, settings.  Differs: W9 (the group is said).
+    Thesis: Sec. E.3.1, settings.  Differs (docs/errata.md): W9 (the thesis does not state `group`).
 
     Attributes:
         sparsity: Share of weights pruned among those that compete in a group.
@@ -81,7 +81,7 @@ class Recipe(NamedTuple):
 
 
 def check(recipe: Recipe, model: Model, dtype: DTypeLike = jnp.float32) -> tuple[Score, bool]:
-    """Raise ValueError unless the recipe fits the layers of the model; nothing is computed.
+    """Raise a ValueError unless the recipe fits the layers of the model; nothing is computed.
 
     Args:
         recipe: The recipe.
@@ -142,7 +142,7 @@ def _shapes(model: Model) -> dict[tuple[int, ...], str]:
 
 
 def _check_spread(sparsity: float, spread: float, blocks: int) -> None:
-    """Raise ValueError if no outlier ratios could bring the sparsities into [0, 1).
+    """Raise a ValueError if no outlier ratios could bring the sparsities into [0, 1).
 
     `sparsity.outlier_weighted` checks the rest when the outliers are counted.  With r the mean over blocks of
     (D - min D) / (max D - min D), 1/blocks <= r <= 1 - 1/blocks, sparsities go from sparsity - 2 spread (1 - r) to
@@ -197,7 +197,7 @@ def keep(recipe: Recipe, S: Matrix, sparsity: float) -> Mask:
     """Compute the mask of one layer from its scores.
 
     Args:
-        recipe: The recipe, which says the group or the pattern.
+        recipe: The recipe, which has the group or the pattern.
         S: Scores [in, out].
         sparsity: Sparsity of the layer's block; a pattern ignores it.
 
@@ -230,7 +230,7 @@ def swap(recipe: Recipe, W: Matrix, mask: Mask, stats: Statistics, S: Matrix) ->
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON values, with the defaults of its functions; an array becomes its digest.
+    """Describe a recipe by JSON values, with the defaults of its functions; an array becomes its digest.
 
     >>> describe(Recipe(pattern=(2, 4)))["pattern"]
     '2:4'

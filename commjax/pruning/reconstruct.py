@@ -1,4 +1,4 @@
-"""Distance of a pruned layer's outputs from the dense ones: |X W - X W~|_F.
+"""Reconstruction error |X W - X W~|_F of a layer with inputs X, dense weights W and pruned weights W~.
 
 Thesis: Sec. 6.3.1, the objective (InpRecon).
 """
@@ -28,7 +28,7 @@ class Error(NamedTuple):
 
 @jax.jit
 def of_activations(x: Float[Array, "*samples tokens i"], W: Matrix, pruned: Matrix) -> Error:
-    """Reconstruction error from the inputs of the layer.
+    """Compute the reconstruction error from the inputs of the layer.
 
     >>> error = of_activations(jnp.array([[3.0, 1.0]]), jnp.array([[1.0], [1.0]]), jnp.array([[1.0], [0.0]]))
     >>> float(error.absolute), float(error.relative)
@@ -52,9 +52,9 @@ def of_activations(x: Float[Array, "*samples tokens i"], W: Matrix, pruned: Matr
 
 @jax.jit
 def of_gram(stats: Statistics, W: Matrix, pruned: Matrix) -> Error:
-    """Reconstruction error from G = X^T X, without the activations.
+    """Compute the reconstruction error from G = X^T X, without the activations X.
 
-        |X M|_F^2 = sum_k M_:k^T G M_:k
+        |X M|_F^2 = sum_k M_:k^T G M_:k        for M = W - W~ and M = W
 
     Args:
         stats: Statistics made by `statistics.of(x, gram=True)`.

@@ -8,9 +8,9 @@ the sum of M over the pruned inputs.  One swap grows the input g and prunes the 
 
 `dsnot` is DSnoT as released.  `r2_dsnot` is R^2-DSnoT: the same swaps with other scores (`commjax.pruning.swaps`).
 
-Thesis: Sec. 6.3.6, settings Sec. E.3.1.  Differs: W2 (statistics of the input, not of the output), W3 (dense weights
-over the pruned set).  When the released code has no candidates left, it reads beyond its lists and loses count; in
-commjax such an output is done.
+Thesis: Sec. 6.3.6, settings Sec. E.3.1.
+Differs (docs/errata.md): W2 (statistics of the input, not of the output), W3 (dense weights over the pruned set).  When
+the released code has no candidates left, it reads beyond its lists and loses count; in commjax such an output is done.
 """
 
 import math
@@ -44,18 +44,20 @@ def dsnot(
     power: float = 1.0,
     same_sign: bool | None = None,
 ) -> tuple[Matrix, Bool[Array, "i o"]]:
-    """DSnoT: swaps with G = M / Var^power and P = Wanda's score, for any mask.
+    """DSnoT: swap pruned and kept weights of any mask, with grow scores G = M / Var^power and Wanda's prune scores.
 
-    A channel with neither mean nor variance is no candidate.  A channel with a mean but no variance grows first.
+    M_jk = W_jk E[x_j] is the mean contribution of input j to output k, and Var is the variance of x_j.  An input with
+    neither mean nor variance is no candidate.  An input with a mean but no variance grows first.
 
-    Thesis: Sec. 6.3.6.  Differs: W2, W3.
+    Thesis: Sec. 6.3.6.
+    Differs (docs/errata.md): W2 (statistics of the input, not of the output), W3 (dense weights over the pruned set).
 
     Args:
         W: Dense weights [in, out].
         mask: Mask before the swaps [in, out].
         stats: Statistics of the layer's inputs.
-        pattern: (n, m) of a mask that keeps n of every m inputs.  Then p is the least `prune` of g's group, whatever
-            its sign.
+        pattern: (n, m) of a mask that keeps n of every m inputs.  A swap then prunes the input of least prune score in
+            the group of m of the grown input, whatever its sign.
         prune: Prune score P [in, out]; None: Wanda's score.  With a pattern, the released code takes the scores that
             made the mask, so give those.
         cycles: Largest number of swaps of an output.
@@ -127,11 +129,13 @@ def r2_dsnot(
         |G| = |W D E[x]| / Var^power + gamma_grow R         G has the sign of W E[x]
          P  = |W| D |X_:j|_2^alpha + gamma_prune R          D_jk = 1/|W~_:k|_1 + 1/|W~_j:|_1
 
-    D is 1 in a score without relative importance.  Best settings of the ablation: relative_grow on RIA's mask;
-    relative_prune alone with gamma_prune=1e-3 on Wanda's mask.
+    G is the grow score, P the prune score, and W~ the masked weights.  D is 1 in a score without relative importance.
+    The best settings of the ablation are relative_grow for RIA's mask, and relative_prune alone with gamma_prune=1e-3
+    for Wanda's mask.
 
-    Thesis: Sec. 6.3.6, ablation Table E.4.  Differs: W4 (W kept in the grow rule; zero norms are left out of D), W5,
-    W15d (bases swapped).
+    Thesis: Sec. 6.3.6, ablation Table E.4.
+    Differs (docs/errata.md): W4 (W kept in the grow rule; zero norms are left out of D), W5 (the printed R changes
+    nothing), W15 (the ablation swaps the names of the two masks).
 
     Args:
         W: Dense weights [in, out].
@@ -146,7 +150,7 @@ def r2_dsnot(
         regularizer: "out": |W~_:k|_p as printed; it is constant for an output, so gamma changes nothing.  "in":
             |W~_j:|_p, which fits the printed ablation.  "toggled": |W~_:k|_p after the weight was grown or pruned.
         literal: Use the printed grow rule D E[x] / Var, without W.
-        pattern: (n, m) of a mask that keeps n of every m inputs; p is then the least P of g's group.
+        pattern: (n, m) of a mask that keeps n of every m inputs, as in `dsnot`.
         cycles: Largest number of swaps of an output.
         threshold: An output is done when |E eps| times the tokens of a sample is at most this.
         power: Power of the variance in the grow score.
@@ -195,7 +199,7 @@ def _r2_scores(
 
 
 def _regularizer(w: Matrix, mask: Mask, kept: Matrix, p: float, regularizer: Regularizer) -> Matrix:
-    """R [in, out]."""
+    """Return the regulariser R [in, out]."""
     out, size = norm(kept, p, "out")[None, :], jnp.abs(w)
     if regularizer == "out":
         return jnp.broadcast_to(out, w.shape)
@@ -213,17 +217,17 @@ def _regularizer(w: Matrix, mask: Mask, kept: Matrix, p: float, regularizer: Reg
 
 
 def _inverse(a: Vector) -> Vector:
-    """1 / a, and 0 where a is 0."""
+    """Return 1 / a, and 0 where a is 0."""
     return jnp.where(a == 0, 0, 1 / a)
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """a / b, and 0 where a is 0: a dead channel would give 0 / 0."""
+    """Return a / b, and 0 where a is 0, because an input that is always 0 would give 0 / 0."""
     return jnp.where(a == 0, 0, a / b)
 
 
 def _columns(W: Matrix, stats: Statistics) -> list[Column]:
-    """sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1], in W's dtype but at least float32."""
+    """Return sum_t x, E x, Var x and |X_:j|_2 as columns [in, 1], in W's dtype but at least float32."""
     vectors = (statistics.input_sum, statistics.mean, statistics.variance, statistics.input_norm)
     return [f(stats).astype(statistics.wide(W.dtype))[:, None] for f in vectors]
 

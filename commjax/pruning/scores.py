@@ -14,10 +14,11 @@ A term is a norm of weights, of activations or of given matrices, perhaps over s
 
 A missing term is left out, and so is a quotient by a norm that is zero.  `score` builds any of these scores; the
 functions after it build those that the thesis names.  A score is a function (W, stats, key) -> S >= 0, computed in
-float32 or better. Outside jit it raises ValueError if the result is not finite.
+float32 or better. Outside jit it raises a ValueError if the result is not finite.
 
-Thesis: Table 6.1, Sec. 6.3.2 to 6.3.5, S1-S4 Sec. E.3.3.  Differs: W6 (the factor |W|), W7 (RIA is no member of the
-family |W| (u + v)), W10 (axes, not rows and columns), W12 (sampling), W14 (p = 0, inf).
+Thesis: Table 6.1, Sec. 6.3.2 to 6.3.5; S1 to S4 are the joins of Sec. E.3.3.
+Differs (docs/errata.md): W6 (the factor |W|), W7 (RIA is no member of the family |W| (u + v)), W10 (axes "in" and
+"out", not rows and columns), W12 (sampling), W14 (p = 0, inf).
 """
 
 import math
@@ -83,7 +84,7 @@ class Join(Protocol):
     """A join of |W| [in, out] with the norms u [in, 1] and v [1, out], or one of them."""
 
     def __call__(self, w: Matrix, /, *norms: Norms) -> Matrix:
-        """The matrix [in, out]."""
+        """Return the joined matrix [in, out]."""
         ...
 
 
@@ -92,12 +93,12 @@ class Score(Protocol):
     """A score of W [in, out].  `stats` is needed for activations, `key` for sampling."""
 
     def __call__(self, W: Matrix, stats: Statistics | None = None, key: Key | None = None) -> Matrix:
-        """The scores S >= 0 [in, out]."""
+        """Return the scores S >= 0 [in, out]."""
         ...
 
 
 def _power(a: Vector, alpha: float) -> Vector:
-    """a^alpha; square roots and squares are computed exactly as in the released code."""
+    """Return a^alpha; square roots and squares are computed exactly as in the released code."""
     exact = {1.0: lambda: a, 0.5: lambda: jnp.sqrt(a), 2.0: lambda: a * a}
     return exact.get(alpha, lambda: a**alpha)()
 
@@ -109,7 +110,8 @@ def score(
 
         S = join(|W|; u, v) |X_:j|_2^alpha
 
-    Without terms S = |W| |X_:j|_2^alpha.  Build a score once and call it often: every build is compiled anew.
+    X_:j are the values of input j over the calibration tokens.  Without terms S = |W| |X_:j|_2^alpha.  Build a score
+    once and call it often: every build is compiled anew.
 
     >>> score(weights(2.0), weights(2.0), join=plain)(jnp.array([[3.0, -4.0]])).tolist()
     [[24.0, 36.0]]
@@ -117,8 +119,8 @@ def score(
     Args:
         in_term: Term u of the inputs; None leaves it out.
         out_term: Term v of the outputs; None leaves it out.
-        join: How the terms meet |W|: `relative`, `relative_to_sum`, `plain`, `harmonic` or `root`.  It takes |W| [in,
-            out] and the norms u [in, 1], v [1, out], and returns a matrix [in, out].
+        join: Combines |W| with the terms: `relative`, `relative_to_sum`, `plain`, `harmonic` or `root`.  It takes |W|
+            [in, out] and the norms u [in, 1], v [1, out], and returns a matrix [in, out].
         alpha: Power of the input norms; 0 leaves them out.
 
     Returns:
@@ -157,7 +159,7 @@ def score(
 
 
 def _check_finite(finite: Array, **causes: Any) -> None:
-    """Raise ValueError, naming the cause, unless the scores are finite.  Under jit nothing is checked."""
+    """Raise a ValueError, naming the cause, unless the scores are finite.  Under jit nothing is checked."""
     if isinstance(finite, Tracer) or finite:
         return
     for name, tree in causes.items():
@@ -173,13 +175,15 @@ def _check_finite(finite: Array, **causes: Any) -> None:
 
 @cache
 def magnitude() -> Score:
-    """Score |W|."""
+    """Score |W|, the magnitude of the weight."""
     return score()
 
 
 @cache
 def wanda(alpha: float = 1.0) -> Score:
-    """Score of Wanda: |W| |X_:j|_2^alpha.  Thesis: Cor. 6.3.2; alpha Table 6.3.
+    """Score of Wanda: |W| |X_:j|_2^alpha, where X are the layer's inputs.
+
+    Thesis: Cor. 6.3.2; Table 6.3 for alpha.
 
     >>> from commjax.pruning import statistics
     >>> wanda()(jnp.array([[1.0, -2.0]]), statistics.of(jnp.array([[3.0], [4.0]]))).tolist()
@@ -237,7 +241,9 @@ def general(X: Float[Array, "a i"], Y: Float[Array, "o d"], join: Join = plain) 
 
 @cache
 def symmetric(join: Join = plain) -> Score:
-    """Score |W| (|W_j:|_2 + |W_:k|_2).  Thesis: Cor. 6.3.4; Differs: W6.
+    """Score |W| (|W_j:|_2 + |W_:k|_2), with the norms of the weights of input j and of output k.
+
+    Thesis: Cor. 6.3.4.  Differs (docs/errata.md): W6 (the factor |W|).
 
     Args:
         join: `plain`, or `root` for |W| sqrt(|W_j:|_2^2 + |W_:k|_2^2).
@@ -256,10 +262,12 @@ def ria(
     join: Join = relative,
     sampling: Sampling | None = None,
 ) -> Score:
-    """Score of RIA: (|W| / |W_j:|_p + |W| / |W_:k|_p) |X_:j|_2^alpha, with its variants.
+    """Score of RIA and its variants: (|W| / |W_j:|_p + |W| / |W_:k|_p) |X_:j|_2^alpha, where X are the layer's inputs.
 
-    Thesis: Sec. 6.3.3, l_p Sec. 6.3.5, one side only Table 6.3, S1-S4 Sec. E.3.3.  Differs: float32 sums, where the
-    released code has the weights' dtype.
+    W_j: are the weights of input j, W_:k those of output k.
+
+    Thesis: Sec. 6.3.3; Sec. 6.3.5 for p, Table 6.3 for one axis only, Sec. E.3.3 for the joins S1 to S4.
+    Differs: norms are computed in float32, where the released code uses the dtype of the weights.
 
     Args:
         alpha: Power of the input norms.
@@ -279,7 +287,7 @@ def ria(
 
 @cache
 def ri() -> Score:
-    """Score of RI: |W| / |W_j:|_1 + |W| / |W_:k|_1.  Thesis: Thm 6.3.5.
+    """Score of RI (relative importance): |W| / |W_j:|_1 + |W| / |W_:k|_1.  Thesis: Thm 6.3.5.
 
     >>> ri()(jnp.array([[1.0, -3.0]])).tolist()
     [[1.25, 1.75]]
@@ -289,7 +297,9 @@ def ri() -> Score:
 
 @cache
 def stoch_ria(beta: float = 0.1, alpha: float = 1.0, shared: bool = False) -> Score:
-    """Score of RIA with norms of sampled entries.  Thesis: Sec. 6.3.5; Differs: W12.
+    """Score of stochRIA: `ria` with norms of the weights over sampled entries.
+
+    Thesis: Sec. 6.3.5.  Differs (docs/errata.md): W12 (how the entries are sampled).
 
     Args:
         beta: Share of the entries, 0 < beta <= 1.
@@ -303,7 +313,9 @@ def stoch_ria(beta: float = 0.1, alpha: float = 1.0, shared: bool = False) -> Sc
 
 
 def general_diagonal(A: Float[Array, "a i"], B: Float[Array, "o d"]) -> Score:
-    """Score |W| (|A_:j|_2 / |W_j:|_1 + |B_k:|_2 / |W_:k|_1) for given A and B.  Thesis: Lemma 6.3.7; Differs: W6.
+    """Score |W| (|A_:j|_2 / |W_j:|_1 + |B_k:|_2 / |W_:k|_1) for given A and B.
+
+    Thesis: Lemma 6.3.7.  Differs (docs/errata.md): W6 (the factor |W|).
 
     Args:
         A: Matrix [a, in].

@@ -10,7 +10,7 @@ from commjax.llm.checkpoints import Checkpoint
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of the tensors of a file.  The header precedes them, and its length is in the first 8 bytes.
+    """Return the number of bytes of the tensors of a file, without its header.
 
     Args:
         path: A safetensors file.
@@ -23,7 +23,7 @@ def tensor_bytes(path: Path) -> int:
 
 
 def file_name(checkpoint: Checkpoint, number: int) -> str:
-    """File name of a shard.  Shard 0 has the tensors outside of the blocks, shard i + 1 those of block i.
+    """Return the file name of a shard.  Shard 0 has the tensors outside of the blocks, shard i + 1 those of block i.
 
     Args:
         checkpoint: The source.
@@ -36,7 +36,7 @@ def file_name(checkpoint: Checkpoint, number: int) -> str:
 
 
 def tensor_names(checkpoint: Checkpoint, block: int | None) -> Iterable[str]:
-    """Names of the tensors of a block.
+    """Return the names of the tensors of a block.
 
     Args:
         checkpoint: The source.
@@ -68,7 +68,7 @@ def read_block(checkpoint: Checkpoint, partial: Path, number: int) -> Layers:
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """sha256 of config.json and of every file of weights.
+    """Compute the sha256 of config.json and of every file of weights.
 
     Args:
         checkpoint: The source.
@@ -81,7 +81,7 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
 
 
 def sha256(path: Path) -> str | None:
-    """sha256 of a file, read in pieces.
+    """Compute the sha256 of a file, which is read in pieces.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Sparsity of every layer or block: the same for all, or OWL's."""
+"""The sparsity of every layer or block: the same for all, or OWL's, which prunes layers with more outliers less."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from commjax.pruning.masks import Scores, count
 
 
 def uniform(layers: int, sparsity: float) -> np.ndarray:
-    """The same sparsity for every layer.
+    """Return the same sparsity for every layer.
 
     >>> uniform(3, 0.5).tolist()
     [0.5, 0.5, 0.5]
@@ -28,7 +28,7 @@ def uniform(layers: int, sparsity: float) -> np.ndarray:
 
 
 def outlier_ratio(scores: Scores | Sequence[Array], multiple: float = 5.0) -> float:
-    """Share of scores that exceed `multiple` times the mean score.
+    """Return the share of scores that exceed `multiple` times the mean score.
 
     Args:
         scores: Scores of one matrix, or of all matrices of a block; these are pooled.
@@ -51,10 +51,10 @@ def outlier_weighted(
 
         keep_l = 2 spread (D_l - min D) / (max D - min D) + c,      c such that the mean of 1 - keep_l is `sparsity`
 
-    The formulas were compared with forks of OWL's code and with its Llama script.  That script pools the scores of all
-    matrices of a block and takes the activations of the dense model; the defaults 0.08 and 5 (times the mean) are also
-    its values. Differs: equal ratios give uniform sparsities, where the released code divides by 0; sparsities outside
-    [0, 1) raise ValueError.
+    D_l is the outlier ratio of layer l.  The formula and the defaults 0.08 and 5 (times the mean) are those of OWL's
+    Llama script, which pools the scores of all matrices of a block and uses the activations of the dense model.
+    Differs: equal ratios give uniform sparsities, where the released code divides by 0; sparsities outside [0, 1) raise
+    a ValueError.
 
     >>> outlier_weighted([0.01, 0.02, 0.03], 0.5).round(2).tolist()
     [0.58, 0.5, 0.42]

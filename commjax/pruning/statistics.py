@@ -61,7 +61,7 @@ class Statistics(NamedTuple):
 
 
 def wide(*dtypes: Any) -> Any:
-    """The dtype to compute in.
+    """Return the dtype to compute in.
 
     Args:
         *dtypes: Dtypes of the operands.
@@ -83,7 +83,7 @@ def _plus(a: Sum, b: Sum) -> Sum:
 
 @jax.jit
 def add(a: Statistics, b: Statistics) -> Statistics:
-    """Merge two statistics.
+    """Merge the statistics of two sets of samples of one layer.
 
     Args:
         a: Statistics of some samples.
@@ -103,7 +103,7 @@ def _zero(dtype: DTypeLike, d: int) -> Sum:
 
 
 def of(x: Float[Array, "..."], y: Float[Array, "..."] | None = None, *, gram: bool = False) -> Statistics:
-    """Statistics of one batch, computed in float32 or better.
+    """Compute the statistics of one batch, in float32 or better.
 
     >>> stats = of(jnp.array([[3.0, 1.0, 0.0], [4.0, 0.0, 2.0]]))
     >>> input_norm(stats).tolist(), mean(stats).tolist(), variance(stats).tolist()
@@ -182,7 +182,7 @@ def _per(total: Sum, count: Int[Array, ""]) -> Vector:
 
 
 def input_norm(stats: Statistics) -> Vector:
-    """Norm of each input: |X_:j|_2 / sqrt(samples), the square root of what the released code calls scaler_row.
+    """Return the norm of each input, |X_:j|_2 / sqrt(samples): the square root of Wanda's `scaler_row`.
 
     Args:
         stats: Statistics of the layer.
@@ -194,7 +194,7 @@ def input_norm(stats: Statistics) -> Vector:
 
 
 def output_norm(stats: Statistics) -> Vector:
-    """Norm of each output: |Y_:k|_2 / sqrt(samples).
+    """Return the norm of each output, |Y_:k|_2 / sqrt(samples).
 
     Args:
         stats: Statistics with outputs, made by of(x, y).
@@ -208,9 +208,9 @@ def output_norm(stats: Statistics) -> Vector:
 
 
 def input_sum(stats: Statistics) -> Vector:
-    """Sum of each input over the tokens of a sample, mean over samples.
+    """Return the sum of each input over the tokens of a sample, as the mean over samples.
 
-    DSnoT's error is in these units.
+    DSnoT measures its expected error in these units.
 
     Args:
         stats: Statistics of the layer.
@@ -222,7 +222,7 @@ def input_sum(stats: Statistics) -> Vector:
 
 
 def mean(stats: Statistics) -> Vector:
-    """Mean of each input over all tokens.
+    """Return the mean of each input over all tokens.
 
     Args:
         stats: Statistics of the layer.
@@ -234,7 +234,7 @@ def mean(stats: Statistics) -> Vector:
 
 
 def variance(stats: Statistics) -> Vector:
-    """Variance of each input: mean over tokens of the biased variance within samples.
+    """Return the variance of each input: the mean over tokens of the biased variance within samples.
 
     This is not the pooled variance; the released code does the same.
 

@@ -116,7 +116,7 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
-    """The layers of a manifest, as `prune_folder` returned them.
+    """Return the layers of a manifest, as `prune_folder` returned them.
 
     Args:
         manifest: The manifest.
@@ -178,7 +178,7 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise ValueError unless the manifest is as it was written.  `_resume` refuses a manifest of another format."""
+    """Raise a ValueError unless the manifest is as it was written.  `_resume` refuses a manifest of another format."""
     if manifest.get("format") == _FORMAT and manifest.get("sha256") != _sealed(manifest)["sha256"]:
         raise ValueError(f"{MANIFEST} is not as it was written: its sha256 is another")
 
@@ -297,7 +297,7 @@ def _finish(
     block: Layers,
     layers: tuple[Layer, ...],
 ) -> None:
-    """Write the shard of a block, then the manifest: what the manifest lists exists."""
+    """Write the shard of a block, then the manifest, so that the manifest lists only shards that exist."""
     tensors = names.block_tensors(checkpoint.model, number, block)
     manifest["blocks"].append([layer._asdict() for layer in layers])
     _write(partial, checkpoint, manifest, number + 1, tensors)

@@ -59,7 +59,7 @@ class _Carry(NamedTuple):
 
 
 def _ordered(a: Matrix) -> Int[Array, "i o"]:
-    """|a| as integers in the same order."""
+    """Return |a| as integers in the same order."""
     kind = _INT[a.dtype.itemsize]
     return jax.lax.bitcast_convert_type(a, kind) & jnp.iinfo(kind).max
 
@@ -153,7 +153,7 @@ def _keys(
 def _least_of_group(
     keys: Int[Array, "k m o"], g: Int[Array, "o"], mask: Mask
 ) -> tuple[Bool[Array, "o"], Int[Array, "o"]]:
-    """The best input to prune in the group of g, among the inputs that are kept now and were kept at first."""
+    """Find the best input to prune in the group of g, among the inputs that are kept now and were kept at first."""
     m = keys.shape[1]
     chunk = g // m
     rows = jnp.where(_chunk(mask.reshape(keys.shape), chunk), _chunk(keys, chunk), 0)
@@ -173,14 +173,15 @@ def swaps(
     m: int | None,
     same_sign: bool,
 ) -> Mask:
-    """Run at most `cycles` swaps in every output.
+    """Swap, in every output, at most `cycles` times a pruned input g for a kept input p.
 
-        contribution_j = W_j sums_j, error = sum over the pruned of contribution
-        g = argmax of |grow| over the pruned where grow has the sign of error
-        p = argmin of prune over the kept where contribution has the other sign; with m, over the kept of g's group of m
+        contribution_j = W_j sums_j,   error = sum of contribution_j over the pruned inputs j
+        g = argmax of |grow| over the pruned inputs where grow has the sign of error
+        p = argmin of prune over the kept inputs where contribution has the sign of -error
+            (with m: over the kept inputs of g's group of m)
         error <- error + contribution_p - contribution_g
 
-    A weight moves at most once.  Among equals the first input wins.  Only among the g of a positive error the last
+    A weight moves at most once.  Among equal scores the first input wins, except that for a positive error the last g
     wins, because the released code reads its sorted list from the end.  With m, a g whose group has no p left is
     skipped.  An output is done if
 

@@ -33,7 +33,7 @@ class Sampling(NamedTuple):
 
 
 def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
-    """Norms of a matrix: |W_j:|_p of every input (axis "in") or |W_:k|_p of every output (axis "out").
+    """Return norms of a matrix: |W_j:|_p of every input j (axis "in") or |W_:k|_p of every output k (axis "out").
 
     >>> norm(jnp.array([[3.0, 4.0], [0.0, 2.0]]), 2.0, "in").tolist()
     [5.0, 2.0]
@@ -63,7 +63,9 @@ def norm(w: Matrix, p: float, axis: Axis, where: Array | None = None) -> Vector:
 
 
 def activations() -> Term:
-    """A term of activations: |X_:j|_2 on the in side and |Y_:k|_2 on the out side, divided by sqrt(samples).
+    """Make a term from norms of activations, divided by sqrt(samples).
+
+    On the side "in" it is |X_:j|_2 of every input j, on the side "out" |Y_:k|_2 of every output k.
 
     Returns:
         The term, which needs `stats`.
@@ -72,7 +74,7 @@ def activations() -> Term:
 
 
 def given(norms: Vector) -> Term:
-    """A term of norms that the caller computed.
+    """Make a term from norms that the caller computed.
 
     Args:
         norms: The norms, [in] or [out].
@@ -107,7 +109,7 @@ def weights(p: float = 1.0, sampling: Sampling | None = None) -> Term:
 
 
 def ratio(a: Term, b: Term) -> Term:
-    """The quotient a / b of two terms, and 0 where b is 0.
+    """Make a term from two others: the quotient a / b, and 0 where b is 0.
 
     Args:
         a: A term.
@@ -133,7 +135,7 @@ class Sampled(NamedTuple):
     sampling: Sampling
 
     def __call__(self, w: Matrix, stats: Statistics | None, key: Key | None, axis: Axis) -> Vector:
-        """The norms, as a `Term` returns them."""
+        """Return the norms, as a `Term` does."""
         if key is None:
             raise ValueError("key=None; allowed: a key, because this score samples")
         tau = max(1, math.floor(self.sampling.beta * min(w.shape) + 1e-9))
@@ -142,7 +144,7 @@ class Sampled(NamedTuple):
 
 @partial(jax.jit, static_argnames=("p", "axis", "shared"))
 def _sampled(w: Matrix, key: Key, tau: Array | int, p: float, axis: Axis, shared: bool) -> Vector:
-    """Norms of the entries with the tau least random words.
+    """Return norms of tau entries drawn at random: those with the tau smallest random words.
 
     Ties, of probability about tau / 2^31, go to the first entry.
     """
@@ -160,11 +162,11 @@ def _of_length(vector: Vector, w: Matrix, axis: Axis, name: str) -> Vector:
 
 
 def activation_norms(w: Matrix, stats: Statistics | None, axis: Axis) -> Vector:
-    """Norms of the activations: |X_:j|_2 of every input, or |Y_:k|_2 of every output.
+    """Return the norms of the activations: |X_:j|_2 of every input j, or |Y_:k|_2 of every output k.
 
     Args:
         w: |W| [in, out].
-        stats: Statistics of the layer; None raises ValueError.
+        stats: Statistics of the layer.  None raises a ValueError.
         axis: "in" or "out".
 
     Returns:

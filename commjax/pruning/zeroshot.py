@@ -62,7 +62,7 @@ class Accuracy(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """The standard error of acc.
+        """Return the standard error of `acc`.
 
         >>> Accuracy(0.5, 0.5, 101).deviation
         0.05
@@ -94,7 +94,7 @@ def choices(context: str, options: Sequence[str], answer: int) -> Question:
 
 
 def arc(line: dict[str, Any]) -> Question:
-    """A question of ARC, easy or challenge.
+    """Make a question from a line of ARC, easy or challenge.
 
     Args:
         line: One object of the .jsonl file.
@@ -106,7 +106,7 @@ def arc(line: dict[str, Any]) -> Question:
 
 
 def openbookqa(line: dict[str, Any]) -> Question:
-    """A question of OpenBookQA.
+    """Make a question from a line of OpenBookQA.
 
     Args:
         line: One object of the .jsonl file.
@@ -118,9 +118,9 @@ def openbookqa(line: dict[str, Any]) -> Question:
 
 
 def hellaswag(line: dict[str, Any]) -> Question:
-    """A question of HellaSwag.
+    """Make a question from a line of HellaSwag.
 
-    Differs from lm-eval's: the local file has the context cleaned already, and its second half in lower case.
+    Differs from lm-eval: the context in the local file is already cleaned, and its second half is in lower case.
 
     Args:
         line: One object of the .jsonl file.
@@ -132,7 +132,7 @@ def hellaswag(line: dict[str, Any]) -> Question:
 
 
 def boolq(line: dict[str, Any]) -> Question:
-    """A question of BoolQ.
+    """Make a question from a line of BoolQ.
 
     Args:
         line: One object of the .jsonl file.
@@ -144,7 +144,7 @@ def boolq(line: dict[str, Any]) -> Question:
 
 
 def rte(line: dict[str, Any]) -> Question:
-    """A question of RTE.
+    """Make a question from a line of RTE.
 
     Args:
         line: One object of the .jsonl file.
@@ -157,7 +157,7 @@ def rte(line: dict[str, Any]) -> Question:
 
 
 def winogrande(line: dict[str, Any]) -> Question:
-    """A question of WinoGrande.
+    """Make a question from a line of WinoGrande.
 
     The options are part of the context.  The continuation is the same for both: the rest of the sentence.
 
@@ -180,7 +180,7 @@ def read(
     Args:
         path: The file, plain or packed.
         task: Makes a question of one object, such as `arc`.
-        limit: Read the first `limit` questions only.
+        limit: Read the first `limit` questions only; None reads all.
 
     Returns:
         The questions.
@@ -319,7 +319,7 @@ def _score(
 def _tokens(
     head: Callable[[Layers, Hidden], Float[Array, "b t vocab"]], outer: Layers, h: Hidden, targets: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
-    """log p of every target, and whether it is the likeliest token."""
+    """Return log p of every target, and whether it is the likeliest token."""
 
     def token(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         h, target = pair

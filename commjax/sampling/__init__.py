@@ -1,7 +1,8 @@
 """Samplings: which clients take part in a round.
 
 nice, full, block, stratified, nonuniform, importance      samplings with their theoretical constants
-stratified_of, block_of                                    a client from each of some clusters, some clients from one
+stratified_of                                              one client from each of some clusters
+block_of                                                   some clients from one cluster
 clustering                                                 clusters of similar clients
 draws                                                      the types `Draw` and `Sampling`, and checks of arguments
 """

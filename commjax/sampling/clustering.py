@@ -41,8 +41,9 @@ def by_features(
 
 
 def by_gradients(gradients: Rows, b: int, seed: int = 0) -> list[Int[np.ndarray, "_"]]:
-    """Cluster the clients by their gradients (or other vectors), with k-means: a heuristic for a small sigma^2_SS.
+    """Cluster the clients by their gradients or other vectors, with k-means.
 
+    This is a heuristic for a small sigma^2_SS, the variance of stratified sampling on these clusters.
     Needs scikit-learn, commjax[data].
 
     Args:
@@ -63,14 +64,15 @@ def by_gradients(gradients: Rows, b: int, seed: int = 0) -> list[Int[np.ndarray,
 
 
 def optimal_stratified(gradients: Rows, b: int) -> list[Int[np.ndarray, "_"]]:
-    """Return the b clusters of equal size m = n/b with the smallest sigma^2_SS, by exhaustive search.
+    """Find, by exhaustive search, the b clusters of equal size m = n/b with the smallest sigma^2_SS.
 
-    With equal sizes and z_j the sum of the a_i in cluster j,
+    sigma^2_SS is the variance of stratified sampling.  With z_j the sum of the a_i in cluster j,
 
         sigma^2_SS = (sum_i |a_i|^2 - (1/m) sum_j |z_j|^2) m / n^2
 
     Hence the search maximises sum_j |z_j|^2.  It computes the best split of each set of remaining clients only once.
-    Thesis: Def. D.6.14.  Differs: P8 (it is stratified sampling's optimal clustering).
+    Thesis: Def. D.6.14.  Differs (docs/errata.md): P8 (the definition is of the optimal clusters for stratified
+    sampling).
 
     Args:
         gradients: a_i, the gradients of the clients at x*, [n, d].

@@ -22,7 +22,7 @@ class Draw(NamedTuple):
 
     Attributes:
         ids: number of the client in each slot.
-        weights: 1 / (n p_i) for each slot, 0 for an unused slot.
+        weights: 1 / (n p_i) for each slot, where p_i is the probability that client i is drawn; 0 for an unused slot.
         mask: whether the slot is used.
     """
 
@@ -32,10 +32,12 @@ class Draw(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """A distribution over cohorts.  `sample` is pure and has static shapes; everything else runs in NumPy on the host.
+    """A distribution over cohorts S, and its constants.
+
+    `sample` is pure and has static shapes; everything else runs in NumPy on the host.
 
     Thesis: Sec. 5.3.1, Table D.3.
-    Differs: P3 (weights 1/(n p_i), which need not add up to 1), P4 (each client has its mu_i).
+    Differs (docs/errata.md): P3 (weights 1/(n p_i), which need not add up to 1), P4 (each client has its mu_i).
 
     Attributes:
         name: name of the sampling.
@@ -43,10 +45,10 @@ class Sampling(NamedTuple):
         size: m, the number of slots.
         sample: (key) -> Draw.
         probabilities: p_i = Prob(i in S).
-        mu: (mu_i [n]) -> mu_AS.
-        variance: (gradients of the clients at x* [n, d], which add up to 0) -> sigma^2_AS.
+        mu: (strong convexity constants mu_i [n]) -> mu_AS, with which every f_S is strongly convex.
+        variance: (gradients of the clients at x* [n, d], which add up to 0) -> sigma^2_AS = E |grad f_S(x*)|^2.
         outcomes: () -> iterator over (probability, cohort), each cohort once; exponentially many in general.
-        shares: r_i = E [1(i in S) / |S|], which add up to 1: the weights of the clients in FedProx-SPPM-AS (P3).
+        shares: r_i = E [1(i in S) / |S|], which add up to 1: the mean weights of the clients in FedProx-SPPM-AS.
         smoothness: (smoothness constants L_i [n]) -> expected smoothness
             max_i E [sum_{j in S} L_j / (n p_j) | i in S].
     """

@@ -31,7 +31,12 @@ def everyone(ids: Int[Array, "m"]) -> Slots:
 
 
 def with_others(L: Vector, total: float, tau: int, n: int) -> Vector:
-    """Return L_i + (tau - 1)/(n - 1) sum_{j != i} L_j: given client i, the others are as likely as in nice sampling."""
+    """Return E [sum_{j in S} L_j | i in S] for nice sampling of tau of n clients, for each client i.
+
+        L_i + (tau - 1)/(n - 1) sum_{j != i} L_j
+
+    `total` is the sum of all n entries of L.
+    """
     return L + (total - L) * ((tau - 1) / (n - 1) if n > 1 else 0)
 
 

@@ -54,8 +54,9 @@ __all__ = [
 def full(n: int) -> Sampling:
     """Full participation: every client takes part in every round.
 
-        mu = mean_i mu_i        sigma^2 = 0
+        mu_AS = mean_i mu_i        sigma^2_AS = 0
 
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
     Thesis: full sampling (FS), Sec. D.2.2.
 
     Args:
@@ -84,8 +85,9 @@ def full(n: int) -> Sampling:
 def nonuniform(p: Any) -> Sampling:
     """Draw one client; client i has probability p_i.
 
-        mu = min_i mu_i / (n p_i)        sigma^2 = (1/n^2) sum_i |a_i|^2 / p_i
+        mu_AS = min_i mu_i / (n p_i)        sigma^2_AS = (1/n^2) sum_i |a_i|^2 / p_i
 
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
     Thesis: nonuniform sampling (NS), Sec. D.2.2.
 
     Args:
@@ -115,9 +117,9 @@ def nonuniform(p: Any) -> Sampling:
 def importance(mu: Any) -> Sampling:
     """Draw one client with probability proportional to mu_i.
 
-        p_i = mu_i / sum_j mu_j        mu = mean_i mu_i
+        p_i = mu_i / sum_j mu_j        mu_AS = mean_i mu_i
 
-    Among samplings of one client, this one has the largest mu_AS.
+    f_i is mu_i-strongly convex, and f_S is mu_AS-strongly convex.  No sampling of one client has a larger mu_AS.
     Thesis: importance sampling (IS), Sec. D.2.2.
 
     Args:
@@ -138,9 +140,10 @@ def importance(mu: Any) -> Sampling:
 def nice(n: int, tau: int) -> Sampling:
     """Draw tau of n clients; all sets of size tau are equally likely.
 
-        mu = mean of the tau smallest mu_i        sigma^2 = (n/tau - 1)/(n - 1) mean_i |a_i|^2
+        mu_AS = mean of the tau smallest mu_i        sigma^2_AS = (n/tau - 1)/(n - 1) mean_i |a_i|^2
 
-    Thesis: nice sampling (NICE), Sec. 5.3.3 and Lemma D.6.11.  Differs: P9 (1 <= tau <= n).
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
+    Thesis: nice sampling (NICE), Sec. 5.3.3 and Lemma D.6.11.  Differs (docs/errata.md): P9 (1 <= tau <= n).
 
     Args:
         n: number of clients.
@@ -167,10 +170,11 @@ def nice(n: int, tau: int) -> Sampling:
 
 
 def block(clusters: Clusters, q: Any = None) -> Sampling:
-    """Draw one whole cluster; cluster j has probability q_j.
+    """Draw one whole cluster; cluster C_j has probability q_j.
 
-        mu = min_j sum_{C_j} mu_i / (n q_j)        sigma^2 = (1/n^2) sum_j |sum_{C_j} a_i|^2 / q_j
+        mu_AS = min_j sum_{C_j} mu_i / (n q_j)        sigma^2_AS = (1/n^2) sum_j |sum_{C_j} a_i|^2 / q_j
 
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
     Thesis: block sampling (BS), Sec. 5.3.3.
 
     Args:
@@ -212,10 +216,12 @@ def block(clusters: Clusters, q: Any = None) -> Sampling:
 def stratified(clusters: Clusters) -> Sampling:
     """Draw one client from each cluster, uniformly.
 
-        mu = sum_j |C_j|/n min_{C_j} mu_i        sigma^2 = (1/n^2) sum_j |C_j|^2 v_j
+        mu_AS = sum_j |C_j|/n min_{C_j} mu_i        sigma^2_AS = (1/n^2) sum_j |C_j|^2 v_j
 
-    v_j is the variance of the a_i in cluster j.  It is small if the clients of a cluster are similar.
-    Thesis: stratified sampling (SS), Sec. 5.3.3.  Differs: P6 (closed form instead of a sum over C_1 x ... x C_b).
+    v_j is the variance of the a_i in cluster C_j, which is small if its clients are similar.
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
+    Thesis: stratified sampling (SS), Sec. 5.3.3.
+    Differs (docs/errata.md): P6 (closed form instead of a sum over C_1 x ... x C_b).
 
     Args:
         clusters: b arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
@@ -234,12 +240,13 @@ def stratified(clusters: Clusters) -> Sampling:
 def stratified_of(clusters: Clusters, c: int) -> Sampling:
     """Draw c of the q clusters uniformly, then one client from each of them.
 
-        p_i     = (c/q) / |C_j|
-        mu      = sum of the c smallest q|C_j|/(nc) min_{C_j} mu_i
-        sigma^2 = q/(n^2 c) sum_j |C_j|^2 v_j + (q/c - 1)/(q - 1) (q/n^2) sum_j |sum_{C_j} a_i|^2
+        p_i        = (c/q) / |C_j|
+        mu_AS      = sum of the c smallest q|C_j|/(nc) min_{C_j} mu_i
+        sigma^2_AS = q/(n^2 c) sum_j |C_j|^2 v_j + (q/c - 1)/(q - 1) (q/n^2) sum_j |sum_{C_j} a_i|^2
 
-    v_j is the variance of the a_i in cluster j.
-    Thesis: Alg. 14.  Differs: P7 (it is stratified sampling only if c = q).
+    v_j is the variance of the a_i in cluster C_j.
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
+    Thesis: Alg. 14.  Differs (docs/errata.md): P7 (it is stratified sampling only if c = q).
 
     Args:
         clusters: q arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.
@@ -289,12 +296,13 @@ def stratified_of(clusters: Clusters, c: int) -> Sampling:
 def block_of(clusters: Clusters, c: int) -> Sampling:
     """Draw one of the q clusters uniformly, then c of its clients.
 
-        p_i     = (c/q) / |C_j|
-        mu      = min_j q|C_j|/n (mean of the c smallest mu_i in C_j)
-        sigma^2 = (q/n^2) sum_j |C_j|^2 (|mean_{C_j} a_i|^2 + (|C_j|/c - 1)/(|C_j| - 1) v_j)
+        p_i        = (c/q) / |C_j|
+        mu_AS      = min_j q|C_j|/n (mean of the c smallest mu_i in C_j)
+        sigma^2_AS = (q/n^2) sum_j |C_j|^2 (|mean_{C_j} a_i|^2 + (|C_j|/c - 1)/(|C_j| - 1) v_j)
 
-    v_j is the variance of the a_i in cluster j.
-    Thesis: Alg. 14.  Differs: P7 (it is block sampling only if c = |C_j|).
+    v_j is the variance of the a_i in cluster C_j.
+    f_i is mu_i-strongly convex, a_i = grad f_i(x*), f_S is mu_AS-strongly convex, sigma^2_AS = E |grad f_S(x*)|^2.
+    Thesis: Alg. 14.  Differs (docs/errata.md): P7 (it is block sampling only if c = |C_j|).
 
     Args:
         clusters: q arrays or sequences of client numbers; together they contain each of 0..n-1 exactly once.

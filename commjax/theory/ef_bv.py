@@ -1,13 +1,14 @@
-"""EF-BV: scalings, contraction factors, stepsizes and rates, computed without cancellation (errata E5).
+"""EF-BV: scalings, contraction factors, stepsizes and rates, computed without cancellation.
 
-Thesis: Sec. 2.2 to 2.5.
+Thesis: Sec. 2.2 to 2.5.  Differs (docs/errata.md): E5 (formulas without cancellation).
 
 With realistic compressors 1 - r is about 1e-3 and s* about 1e-4, so `sqrt((1+r)/(2r)) - 1` loses four digits in float64
 and all of them in float32.  Every formula below is a ratio of sums of positive terms, and is finite at r = 0 (no
 compression).
 
 Symbols: a compressor is in C(eta, omega) with average relative variance omega_ran; lambda and nu are the scalings of
-EF-BV; r and r_av are the contraction factors for (omega, lambda) and (omega_ran, nu); alpha = 1 - r.
+EF-BV; r and r_av are the contraction factors for (omega, lambda) and (omega_ran, nu); alpha = 1 - r; x is the model,
+h_i the control variate of client i, Psi the Lyapunov function of the theorems, f_inf the infimum of f.
 `regime` is "pl" (Polyak-Lojasiewicz), "kl" (Kurdyka-Lojasiewicz, with a regularizer) or "nonconvex".
 """
 
@@ -33,7 +34,7 @@ def best_scaling(eta: float, omega: float) -> float:
 
         lambda* = min((1-eta) / ((1-eta)^2 + omega), 1)
 
-    Thesis: Prop. 2.2.2.  Differs: E6, the minimum binds iff omega <= eta (1 - eta).
+    Thesis: Prop. 2.2.2.  Differs (docs/errata.md): E6 (lambda* = 1 if and only if omega <= eta (1 - eta)).
 
     Args:
         eta: relative bias, in [0, 1).
@@ -128,7 +129,7 @@ def _half_gap(r: float, alpha: float) -> float:
 
 
 def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """Return sqrt(r_av / r) / s, the factor of L_tilde in the stepsize.
+    """Return sqrt(r_av / r) / s, the factor of L_tilde in the stepsize; s is `s_star`, nonconvex: `s_nonconvex`.
 
     Args:
         r: contraction factor for (omega, lambda).
@@ -146,7 +147,9 @@ def error_factor(r: float, alpha: float, r_av: float, regime: str = "pl") -> flo
 
 
 def inverse_theta(r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """Return 1 / theta, theta = s (1+s) r / r_av; it is zero if r_av is zero.
+    """Return 1 / theta for the theta = s (1+s) r / r_av of the Lyapunov function; it is zero if r_av is zero.
+
+    s is `s_star`, in the nonconvex regime `s_nonconvex`.
 
     Args:
         r: contraction factor for (omega, lambda).
@@ -170,11 +173,13 @@ def stepsize(
 
         gamma = 1 / (L + L_tilde sqrt(r_av/r) / s),   with 2L instead of L under KL
 
+    s is `s_star`, in the nonconvex regime `s_nonconvex`; r is the contraction factor for (omega, lambda).
+
     Thesis: Thm 2.4.1 (PL), Thm 2.4.2 (KL), Thm 2.5.1 (nonconvex).
-    Holds if: f is L-smooth, f_i is L_i-smooth, L_tilde^2 = mean L_i^2 (errata E1), r < 1.
-    Differs: E11, for KL the printed proof needs mu <= 6L.  It extends to mu <= 6L + M where R is M-strongly convex,
-    and, with another constant in Peter-Paul, to every mu at the rate max(1/(1 + gamma mu/2), 1 - b/(1 + s* b)), b =
-    (1-r)/2: in effect the same one, since s* b is small.  No counterexample to the printed rate is known.
+    Holds if: f is L-smooth, f_i is L_i-smooth, L_tilde^2 = mean L_i^2, r < 1.
+    Differs (docs/errata.md): E1 (L_tilde is a root *mean* square), E11 (for KL the printed proof needs mu <= 6L, or mu
+    <= 6L + M if R is M-strongly convex; for every mu it gives the rate max(1/(1 + gamma mu/2), 1 - b/(1 + s* b)) with b
+    = (1-r)/2, which is nearly the printed one because s* b is small).
 
     Args:
         L: smoothness constant of f.
@@ -195,7 +200,7 @@ def stepsize(
 
 
 def lyapunov_weight(gamma: float, r: float, alpha: float, r_av: float, regime: str = "pl") -> float:
-    """Return gamma / (2 theta), the weight of mean_i |grad f_i(x) - h_i|^2 in Psi.
+    """Return gamma / (2 theta), the weight of mean_i |grad f_i(x) - h_i|^2 in the Lyapunov function Psi.
 
     Args:
         gamma: stepsize.
@@ -211,7 +216,7 @@ def lyapunov_weight(gamma: float, r: float, alpha: float, r_av: float, regime: s
 
 
 def rate(gamma: float, mu: float, r: float, regime: str = "pl") -> float:
-    """Return the linear rate of E Psi^{t+1} <= rate * Psi^t.
+    """Return the linear rate at which the Lyapunov function shrinks, E Psi^{t+1} <= rate * Psi^t.
 
         PL: max(1 - gamma mu, (1+r)/2)        KL: max(1/(1 + gamma mu / 2), (1+r)/2)
 
@@ -233,6 +238,8 @@ def nonconvex_bound(gap: float, G0: float, gamma: float, inverse_theta: float, r
     """Return the bound on the squared gradient norm after t rounds in the nonconvex regime (thesis: Thm 2.5.1).
 
         E |grad f(x-hat)|^2 <= 2 (f(x0) - f_inf) / (gamma t) + G0 / (theta t)
+
+    x-hat is drawn uniformly from the first t iterates, and f_inf is the infimum of f.
 
     Args:
         gap: f(x0) - f_inf.
@@ -263,9 +270,9 @@ def diana_stepsize(L_max: float, omega_ran: float) -> float:
 
 
 def diana_lyapunov_weight(gamma: float, omega: float, omega_ran: float) -> float:
-    """Return (2 + sqrt 2) gamma^2 omega_ran (1 + omega), the weight of mean_i |grad f_i(x*) - h_i|^2 in Phi.
+    """Return (2 + sqrt 2) gamma^2 omega_ran (1 + omega), the weight of mean_i |grad f_i(x*) - h_i|^2 in DIANA's Phi.
 
-    Thesis: Prop. 2.4.6.
+    Thesis: Prop. 2.4.6, where Phi is the Lyapunov function.
 
     Args:
         gamma: stepsize.
@@ -298,6 +305,8 @@ def compressed_gd_stepsize(L: float, L_max: float, omega_ran: float) -> float:
     It converges to a neighbourhood only, because
 
         E |g|^2 <= |grad f|^2 + omega_ran mean |grad f_i|^2 <= 2 (L + 2 omega_ran L_max) (f - f*) + 2 omega_ran sigma*^2
+
+    g is the mean of the messages, and sigma*^2 = mean_i |grad f_i(x*)|^2.
 
     Args:
         L: smoothness constant of f.

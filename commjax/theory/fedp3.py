@@ -1,8 +1,9 @@
 """FedP3's bounds, in plain numbers: aggregation sketches and global pruning.
 
-Client i has f_i L_i-smooth and bounded below, f = mean_i f_i, Lbar = mean_i L_i, Delta_0 = f(w^0) - inf f, and there
-are K rounds with stepsize gamma.  The private variant is in `theory.ldp_fedp3`, the numbers of parameters that clients
-send are in `theory.fedp3_counts`.
+The loss f_i of client i is L_i-smooth and bounded below, f = mean_i f_i, Lbar = mean_i L_i, and L_max = max_i L_i.
+There are K rounds with stepsize gamma, w^k is the model after round k, and Delta_0 = f(w^0) - inf f.  S_i is the sketch
+of client i in the aggregation, and P_i its pruning mask.  The private variant is in `theory.ldp_fedp3`, the numbers of
+parameters that clients send are in `theory.fedp3_counts`.
 """
 
 import math
@@ -31,10 +32,10 @@ class Abc(NamedTuple):
 def gradient_bound(L: float, gap: float) -> float:
     """Return the bound |grad f_i(w)|^2 <= 2 L_i (f_i(w) - inf f_i).
 
-    Thesis: Lemma C.4.1.  Differs: F11 (inf f_i, not inf f: clients do not share their minima).
+    Thesis: Lemma C.4.1.  Differs (docs/errata.md): F11 (inf f_i, not inf f: clients do not share their minima).
 
     Args:
-        L: L_i.
+        L: L_i, the smoothness constant of f_i.
         gap: f_i(w) - inf f_i.
 
     Returns:
@@ -48,7 +49,9 @@ def sketch_moment(ys: Float[np.ndarray, "n d"]) -> float:
 
         E |(1/n) sum_i S_i y_i|^2 = (1/n) sum_i |y_i|^2
 
-    Thesis: Thm C.4.4.  Holds if: the permutation is shared.
+    S_i is the random sketch of client i.
+
+    Thesis: Thm C.4.4.  Holds if: all clients take their sketches S_i from one shared permutation.
 
     Args:
         ys: y_i, the vectors of the clients, [n, d].
@@ -67,6 +70,8 @@ def sketch_variance(ys: Float[np.ndarray, "n d"]) -> float:
 
         E |(1/n) sum_i S_i y_i - mean_i y_i|^2 = mean_i |y_i|^2 - |mean_i y_i|^2
 
+    S_i is the random sketch of client i.
+
     Thesis: Sec. C.4.1.
 
     Args:
@@ -81,7 +86,7 @@ def sketch_variance(ys: Float[np.ndarray, "n d"]) -> float:
 def aggregation_constants(L: Vector, inf_f: float, infs: Vector) -> Abc:
     """Return A = L_max, B = 0, C = 2 L_max (inf f - mean_i inf f_i) of g = (1/n) sum_i S_i grad f_i(w).
 
-    Thesis: Lemma C.4.3.  Differs: F11 (C = 0 only if the clients share a minimiser).
+    Thesis: Lemma C.4.3.  Differs (docs/errata.md): F11 (C = 0 only if the clients share a minimiser).
 
     Args:
         L: smoothness constants L_i, [n].
@@ -104,14 +109,15 @@ def stationarity(abc: Abc, L_mean: float, gamma: float, K: int, delta0: float) -
         min_k E |grad f(w^k)|^2 <= Lbar C gamma + 2 (1 + Lbar A gamma^2)^K Delta_0 / (gamma K)   over k < K
 
     Thesis: Thm C.4.5; with `aggregation_constants`, the theorem on personalized model aggregation (Sec. 4.3).
-    Holds if: gamma <= 1 / (Lbar B).  Differs: F11 (the first term, which the theorem of Sec. 4.3 leaves out).
+    Holds if: gamma <= 1 / (Lbar B).
+    Differs (docs/errata.md): F11 (the theorem of Sec. 4.3 leaves out the first term).
 
     Args:
         abc: the constants A, B, C.
-        L_mean: Lbar.
+        L_mean: Lbar, the mean of the smoothness constants L_i.
         gamma: stepsize.
         K: number of rounds.
-        delta0: Delta_0.
+        delta0: Delta_0 = f(w^0) - inf f.
 
     Returns:
         The bound.
@@ -124,7 +130,7 @@ def stationarity(abc: Abc, L_mean: float, gamma: float, K: int, delta0: float) -
 def aggregation_stepsize(L: Vector, K: float | int) -> float:
     """Return the stepsize gamma = min(1 / L_max, 1 / sqrt(Lbar L_max K)), for which (1 + Lbar L_max gamma^2)^K <= e.
 
-    Thesis: Sec. 4.3.  Differs: F12 (a minimum, and Lbar = mean_i L_i).
+    Thesis: Sec. 4.3.  Differs (docs/errata.md): F12 (gamma is a minimum, and Lbar = mean_i L_i).
 
     Args:
         L: smoothness constants L_i, [n].
@@ -144,12 +150,12 @@ def rounds_to(epsilon: float, delta0: float, L: Vector) -> float:
 
         K = max(36 Delta_0^2 Lbar L_max / epsilon^2, 6 Delta_0 L_max / epsilon)
 
-    Thesis: Sec. C.3.2.  Holds if: C = 0.
-    Differs: F13 (Lbar L_max belongs into the numerator); the second term, for 1 / L_max.
+    Thesis: Sec. C.3.2.  Holds if: C = 0 in `aggregation_constants`.
+    Differs (docs/errata.md): F13 (Lbar L_max belongs into the numerator).  The second term is for gamma = 1 / L_max.
 
     Args:
         epsilon: target accuracy.
-        delta0: Delta_0.
+        delta0: Delta_0 = f(w^0) - inf f.
         L: smoothness constants L_i, [n].
 
     Returns:
@@ -161,9 +167,8 @@ def rounds_to(epsilon: float, delta0: float, L: Vector) -> float:
 def advantage_over_gd(n: int, epsilon: float) -> float:
     """Return (nd / epsilon) / (d / epsilon^2) = n epsilon, the communication of gradient descent relative to FedP3.
 
-    Constants are left out.
-    Thesis: Sec. C.3.2, Sec. 4.3.  Differs: F14 (not n / epsilon: below epsilon = 1/n gradient descent is the cheaper
-    one).
+    Constants are left out.  For epsilon < 1/n gradient descent is cheaper.
+    Thesis: Sec. C.3.2, Sec. 4.3.  Differs (docs/errata.md): F14 (n epsilon, not n / epsilon).
 
     Args:
         n: number of clients.
@@ -196,9 +201,9 @@ class Pruning(NamedTuple):
 def pruning_constants(
     L: Float[np.ndarray, "n d d"], probability: Float[np.ndarray, "w"], masks: Float[np.ndarray, "w n d"]
 ) -> Pruning:
-    """Return W and theta of global pruning, with P = mean_i P_i and B = mean_i P_i L_i P_i.
+    """Return W and theta of the global pruning theorem, with P = mean_i P_i and B = mean_i P_i L_i P_i.
 
-    Thesis: Thm C.3.5.  Differs: F21 (the symmetrisation of P Lbar B; B as in the proof).
+    Thesis: Thm C.3.5.  Differs (docs/errata.md): F21 (P Lbar B is symmetrised, and B is that of the proof).
 
     Args:
         L: smoothness matrices L_i of the clients.
@@ -224,7 +229,8 @@ def pruning_constants(
 def pruning_growth(L: Float[np.ndarray, "d d"], P: Float[np.ndarray, "d"]) -> float:
     """Return sup_w f(Pw) / f(w) for f(w) = w^T L w / 2; 1 + gamma^2 h must be at least this large.
 
-    Thesis: Assumption C.4.8; F21.
+    Thesis: Assumption C.4.8.
+    Differs (docs/errata.md): F21 (the theorem allows 1 + log(2)/K, which the supremum can exceed by far).
 
     Args:
         L: smoothness matrix, [d, d].
@@ -244,7 +250,7 @@ def pruning_growth(L: Float[np.ndarray, "d d"], P: Float[np.ndarray, "d"]) -> fl
 def pruning_stepsize(theta: float, h: float, K: int) -> float:
     """Return the stepsize gamma = min(sqrt(log 2 / (h K)), 1 / theta) of global pruning.
 
-    Thesis: Thm C.3.5.  Holds if: h does not depend on gamma (F21).
+    Thesis: Thm C.3.5.  Holds if: h does not depend on gamma (erratum F21 in docs/errata.md).
 
     Args:
         theta: see `Pruning`.
@@ -261,12 +267,13 @@ def pruning_bound(gamma: float, K: int, delta0: float) -> float:
     """Return the bound E |grad f(w)|^2 <= 4 Delta_0 / (gamma K) in the norm of Lbar^{-1} W Lbar^{-1}.
 
     Thesis: Thm C.3.5.
-    Holds if: w is drawn with `recursion_weights` (not any w^k, F21), f(Pw) <= (1 + gamma^2 h) f(w).
+    Holds if: w is drawn from w^0, ..., w^{K-1} with `recursion_weights`, and f(Pw) <= (1 + gamma^2 h) f(w).
+    Differs (docs/errata.md): F21 (the bound does not hold for every w^k).
 
     Args:
         gamma: stepsize.
         K: number of rounds.
-        delta0: Delta_0.
+        delta0: Delta_0 = f(w^0) - inf f.
 
     Returns:
         The bound.
@@ -295,6 +302,8 @@ def recursion_weights(a: float, K: int) -> Vector:
 
 def recursion_bound(a: float, K: int, first: float, last: float, c: float) -> float:
     """Return the bound sum_k p_k Y_k <= (a^K X_0 - X_K) / S_K + c, if X_{k+1} <= a X_k - Y_k + c.
+
+    The weights p_k and their normalisation S_K = sum_k a^{K-1-k} are those of `recursion_weights`.
 
     Thesis: Lemma C.4.9.
 

@@ -23,7 +23,8 @@ def sent(layers: dict[str, int], trained: list[str]) -> int:
 def deployed(layers: dict[str, int], trained: list[str], keep: float) -> float:
     """Return the number of parameters that a client holds: those that it sends, and the share `keep` of all others.
 
-    Thesis: Sec. C.2.5; Differs: F3, F7 (keep ratio).
+    Thesis: Sec. C.2.5.
+    Differs (docs/errata.md): F3 (corrected numbers), F7 (the thesis's "pruning ratio" is the share that is kept).
 
     Args:
         layers: number of parameters of each layer by name, the last layer last.
@@ -42,7 +43,7 @@ def deployed(layers: dict[str, int], trained: list[str], keep: float) -> float:
 def spread(values: list[float]) -> float:
     """Return (max - min) / min, which the thesis prints times 100.
 
-    Thesis: Sec. C.2.5.  Differs: F1 (per cent, not times).
+    Thesis: Sec. C.2.5.  Differs (docs/errata.md): F1 (the printed numbers are per cent, not factors).
 
     Args:
         values: positive numbers.
@@ -59,7 +60,7 @@ def spread(values: list[float]) -> float:
 def selection_share(layers: dict[str, int], count: int) -> tuple[float, float]:
     """Return the shares that a client sends if it trains `count` layers, drawn uniformly, and the last layer.
 
-    Thesis: Sec. 4.4.2.  Differs: F5 (20, 40 and 60 % saved are shares of the number of layers).
+    Thesis: Sec. 4.4.2.  Differs (docs/errata.md): F5 (the printed savings are shares of the number of layers).
 
     Args:
         layers: number of parameters of each layer by name, the last layer last.
@@ -81,7 +82,7 @@ def selection_share(layers: dict[str, int], count: int) -> tuple[float, float]:
 def combined_saving(keep: float, saved: float) -> float:
     """Return 1 - keep (1 - saved), the saving if layers are pruned and some of them are not sent.
 
-    Thesis: Sec. 4.4.2; Differs: F6 (15.63 %, not 16.63 %).
+    Thesis: Sec. 4.4.2; Differs (docs/errata.md): F6 (15.63 %, not 16.63 %).
 
     Args:
         keep: share of the parameters that remain after pruning.

@@ -40,7 +40,8 @@ def check_target(epsilon: float, delta: float) -> None:
 def sensitivity(C: float, b: Count, relation: str) -> float:
     """Return how far one row can move the mean gradient, which is the sum divided by b.
 
-    It is C/b if a row is added or removed, and 2C/b if a row is replaced.  Differs: F17.
+    It is C/b if a row is added or removed, and 2C/b if a row is replaced.
+    Differs (docs/errata.md): F17 (the gradient of each row is clipped, not the mean gradient).
 
     Args:
         C: clipping norm.
@@ -63,8 +64,9 @@ def noise_variance(epsilon: float, delta: float, *, c: float, C: float, K: Count
         sigma^2 = c K C^2 log(1/delta) / (m^2 epsilon^2)
 
     Thesis: Sec. C.4.2.
-    Differs: F15 (log(1/delta); the theorem of Sec. 4.3 prints log(1/epsilon), which is 0 at epsilon = 1), F20 (c).
-    Holds if: epsilon < c' q^2 K, c' unknown as well.
+    Differs (docs/errata.md): F15 (log(1/delta); the theorem of Sec. 4.3 prints log(1/epsilon), which is 0 at epsilon =
+    1), F20 (the constants c and c' are unknown).
+    Holds if: epsilon < c' q^2 K.
 
     Args:
         epsilon: privacy parameter.
@@ -98,9 +100,9 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 
 def full_batch_epsilon(sigma: float, delta: float, *, C: float, K: Count, m: int, relation: str) -> float:
-    """Return an epsilon that K rounds with all m rows and noise sigma guarantee, by zCDP.
+    """Return the epsilon that zCDP guarantees after K rounds, each with all m rows and Gaussian noise sigma.
 
-        rho = K sensitivity^2 / (2 sigma^2)
+        epsilon = zcdp_epsilon(rho, delta),   rho = K sensitivity(C, m, relation)^2 / (2 sigma^2)
 
     Args:
         sigma: standard deviation of the noise on each coordinate of the mean gradient.
@@ -122,7 +124,8 @@ def full_batch_epsilon(sigma: float, delta: float, *, C: float, K: Count, m: int
 def poisson_variance(C: float, q: float, b: Count) -> float:
     """Return the bound E |g - grad f_i|^2 <= (1 - q) C^2 / b for Poisson sampling and a sum divided by b = q m.
 
-    Thesis: Lemma C.4.6.  Differs: F18 (false for b rows drawn without replacement, see `fixed_variance`).
+    Thesis: Lemma C.4.6.
+    Differs (docs/errata.md): F18 (the bound is false for b rows drawn without replacement; see `fixed_variance`).
 
     Args:
         C: clipping norm.
@@ -162,9 +165,9 @@ def utility(
         mean_k E |grad f(w^k)|^2 <= Delta_0 / (gamma K) + (gamma L / 2) [C^2 (1 + (1 - q) / b) + d sigma^2]
 
     Thesis: Sec. C.4.2.
-    Holds if: gradients of single rows are bounded by C (F17), the noise is scaled by gamma (F16), gamma <= 1/L.
-    Differs: F19.  With b rows exactly, |g| <= C and the factor 1 + (1 - q)/b falls away; with Poisson sampling it does
-    not.
+    Holds if: gradients of single rows are bounded by C, the noise is scaled by gamma, gamma <= 1/L.
+    Differs (docs/errata.md): F16 (scaling of the noise), F17 (bound for single rows), F19 (the factor 1 + (1 - q)/b,
+    which Poisson sampling needs; with exactly b rows it is 1).
 
     Args:
         delta0: Delta_0 = f(w^0) - inf f.
@@ -217,7 +220,8 @@ def schedule(
         gamma = min(1/L,  sqrt(Delta_0 c d log(1/delta)) / (C m epsilon sqrt(L)))
         bound = (2 + (1 - q) / (2b)) C sqrt(L Delta_0 c d log(1/delta)) / (m epsilon)
 
-    Thesis: Sec. 4.3.  Differs: F19 (sqrt(Delta_0) is missing there), F15; the part with b is ours.
+    Thesis: Sec. 4.3.
+    Differs (docs/errata.md): F15 (log(1/delta)), F19 (the thesis lacks sqrt(Delta_0) and the term with b).
 
     Args:
         epsilon: privacy parameter.
@@ -248,7 +252,7 @@ def schedule(
 def unscaled_floor(L: float, d: int, sigma2: float, gamma: float) -> float:
     """Return d sigma^2 L / (2 gamma), which noise on the weights, not scaled by gamma, adds to mean_k E |grad f|^2.
 
-    Thesis: Alg. 11 and Sec. C.4.2.  Differs: F16.
+    Thesis: Alg. 11 and Sec. C.4.2.  Differs (docs/errata.md): F16 (the noise has to be scaled by gamma).
 
     Args:
         L: smoothness constant of f.

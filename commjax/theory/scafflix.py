@@ -1,8 +1,9 @@
 """Rates and constants of Scafflix and i-Scaffnew, in plain numbers.
 
-Client i has f_i mu_i-strongly convex and L_i-smooth, stochastic gradients with expected smoothness (A_i, C_i)
-(A_i = L_i and C_i = 0 for exact gradients), stepsize gamma_i and personalization weight alpha_i.  All vectors have one
-entry per client.
+The loss f_i of client i is mu_i-strongly convex and L_i-smooth.  Client i has stochastic gradients with expected
+smoothness (A_i, C_i) (A_i = L_i and C_i = 0 for exact gradients), stepsize gamma_i, personalization weight alpha_i,
+local model xtilde_i and control variate h_i.  xtilde_i* is the local model at the optimum.  All vectors have one entry
+per client.
 """
 
 import numpy as np
@@ -31,9 +32,9 @@ def server_stepsize(gamma: Vector, alpha: Vector) -> float:
 
 
 def aggregation_weights(gamma: Vector, alpha: Vector) -> Vector:
-    """Return the server's weights (gamma / n) alpha_i^2 / gamma_i, which add up to 1.
+    """Return the weights with which the server averages: alpha_i^2 / gamma_i, divided by their sum over the clients.
 
-    Thesis: Alg. 4; Differs: S3 (the index is j).
+    Thesis: Alg. 4.  Differs (docs/errata.md): S3 (the index of the weights).
 
     Args:
         gamma: stepsizes gamma_i.
@@ -48,7 +49,7 @@ def aggregation_weights(gamma: Vector, alpha: Vector) -> Vector:
 def best_probability(gamma: Vector, mu: Vector) -> float:
     """Return p = sqrt(min_i gamma_i mu_i), the smallest probability of communication that does not slow the rate.
 
-    Thesis: Cor. 3.2.5, S7.
+    Thesis: Cor. 3.2.5.  Differs (docs/errata.md): S7 (a smaller p makes the iterations slower).
 
     Args:
         gamma: stepsizes gamma_i.
@@ -61,7 +62,7 @@ def best_probability(gamma: Vector, mu: Vector) -> float:
 
 
 def rate(gamma: Vector, mu: Vector, p: float) -> float:
-    """Return zeta = min(min_i gamma_i mu_i, p^2): E Psi shrinks by the factor 1 - zeta per iteration.
+    """Return zeta = min(min_i gamma_i mu_i, p^2): the Lyapunov function E Psi shrinks by 1 - zeta per iteration.
 
     Thesis: Thm 3.2.3.
 
@@ -80,10 +81,13 @@ def rate(gamma: Vector, mu: Vector, p: float) -> float:
 
 
 def lyapunov(away: Vector, drift: Vector, gamma: Vector, p: float) -> float:
-    """Return the Lyapunov function Psi.
+    """Return Psi, the Lyapunov function that contracts in each iteration of Scafflix.
 
         Psi = mean_i (gamma_min/gamma_i) |xtilde_i - xtilde_i*|^2
               + (gamma_min/p^2) mean_i gamma_i |h_i - grad f_i(xtilde_i*)|^2
+
+    xtilde_i is the local model of client i, xtilde_i* its value at the optimum, h_i the control variate, and gamma_min
+    the smallest gamma_i.
 
     Thesis: Thm 3.2.3.
 
@@ -101,7 +105,9 @@ def lyapunov(away: Vector, drift: Vector, gamma: Vector, p: float) -> float:
 
 
 def neighbourhood(gamma: Vector, mu: Vector, p: float, C: Vector) -> float:
-    """Return (gamma_min / zeta) mean_i gamma_i C_i, the limit of E Psi with stochastic gradients.
+    """Return (gamma_min / zeta) mean_i gamma_i C_i, a bound on the limit of E Psi with stochastic gradients.
+
+    gamma_min is the smallest gamma_i, zeta the `rate`, and Psi the Lyapunov function (`lyapunov`).
 
     Thesis: Thm 3.2.3.
 
@@ -109,7 +115,7 @@ def neighbourhood(gamma: Vector, mu: Vector, p: float, C: Vector) -> float:
         gamma: stepsizes gamma_i.
         mu: strong convexity constants mu_i.
         p: probability of communication.
-        C: constants C_i.
+        C: variance constants C_i of the stochastic gradients.
 
     Returns:
         The bound.
@@ -126,9 +132,9 @@ def stepsizes_for(epsilon: float, A: Vector, mu: Vector, C: Vector) -> Vector:
 
     Args:
         epsilon: target accuracy, positive.
-        A: constants A_i.
+        A: expected smoothness constants A_i of the stochastic gradients.
         mu: strong convexity constants mu_i.
-        C: constants C_i.
+        C: variance constants C_i of the stochastic gradients.
 
     Returns:
         gamma_i.
@@ -150,8 +156,8 @@ def iterations_to(epsilon: float, psi: float, zeta: float) -> float:
 
     Args:
         epsilon: target accuracy.
-        psi: Psi^0.
-        zeta: the rate.
+        psi: Psi^0, the Lyapunov function at the start.
+        zeta: the rate, as `rate` returns it.
 
     Returns:
         The number of iterations, not rounded.
@@ -164,7 +170,7 @@ def expected_smoothness(L: float, gradients: Float[np.ndarray, "m d"]) -> tuple[
 
         A = 2 L        C = 2 mean_j |g_j|^2 - 2 |mean_j g_j|^2
 
-    Thesis: Sec. 3.2.  Holds if: every row's loss is convex (S5).
+    Thesis: Sec. 3.2.  Holds if: every row's loss is convex (erratum S5 in docs/errata.md).
 
     Args:
         L: the largest smoothness constant of a row.

@@ -126,7 +126,10 @@ def on_sets(W: Matrix, inputs: Bool[np.ndarray, "_ _"], outputs: Bool[np.ndarray
 
         X_:j = 1(i in S_j) / (|W_j:S_j|_1 sqrt(tau))        Y_k: = 1(i in S_k) / (|W_S_k:k|_1 sqrt(tau))
 
-    Thesis: Lemma 6.3.10.  Holds if: a = out, d = in (W12).
+    S_j is the set of tau outputs of input j, S_k the set of tau inputs of output k, and |W_j:S_j|_1 the l1 norm of the
+    weights of input j in S_j.
+
+    Thesis: Lemma 6.3.10.  Holds if: X has a = out rows and Y has d = in columns (erratum W12 in docs/errata.md).
 
     Args:
         W: weights [in, out].
@@ -146,7 +149,7 @@ def at_one_weight(W: Matrix, norms: Float[np.ndarray, "i"], alpha: float, j: int
 
         X_:j = |C_:j|_2^alpha / |W_j:|_1        Y_k: = |C_:j|_2^alpha / |W_:k|_1,   all other entries are 0
 
-    Thesis: Lemma 6.3.6.  Differs: W7 (columns of X and rows of Y; no X and Y serve all (j, k)).
+    Thesis: Lemma 6.3.6.  Differs (docs/errata.md): W7 (no X and Y have RIA as their score at all weights).
 
     Args:
         W: weights [in, out].

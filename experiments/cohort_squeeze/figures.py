@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatter, MaxNLocator
@@ -13,11 +12,13 @@ from experiments import plots, tables
 from experiments.cohort_squeeze.costs import COUNTS, SolverCosts, costs
 from experiments.cohort_squeeze.grid import Grid
 from experiments.cohort_squeeze.runs import SOLVERS, Settings
-from experiments.tables import Column
+from experiments.tables import Column, fields
 
 Rows = Sequence[dict[str, Any]]
 LOCALGD = {"color": "#D55E00", "linestyle": "--", "linewidth": 1, "label": "LocalGD, tuned"}
 BAR = Column("|", lambda row: "|", "1")
+DATASET = Column("data set", "dataset", "13")
+UNIT_COSTS = fields(c1="5g", c2="3g")
 
 
 def _cost_panel(panel: Axes, grid: Grid, settings: Settings, c1: float, c2: float) -> None:
@@ -40,7 +41,7 @@ def _cost_panel(panel: Axes, grid: Grid, settings: Settings, c1: float, c2: floa
 def cost(grids: dict[str, Grid], settings: Settings, path: Path) -> None:
     """The cost TK against K, one panel per data set."""
     size = (2.6 * len(grids) + 0.6, 2.5)
-    figure, axes = plt.subplots(1, len(grids), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plots.panels(1, len(grids), size)
     for panel, (name, grid) in zip(axes[0], grids.items()):
         _cost_panel(panel, grid, settings, 1.0, 0.0)
         panel.set_title(f"{name}, {settings.solver}, $|x-x^\\star|^2 <$ {settings.absolute[0]:g}")
@@ -52,7 +53,7 @@ def cost(grids: dict[str, Grid], settings: Settings, path: Path) -> None:
 def hierarchical(grids: dict[str, Grid], settings: Settings, path: Path) -> None:
     """The cost with one hub against K, one row of panels per data set, one column per c1."""
     size = (2.6 * len(settings.hubs) + 0.6, 2.4 * len(grids))
-    figure, axes = plt.subplots(len(grids), len(settings.hubs), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plots.panels(len(grids), len(settings.hubs), size)
     for line, (name, grid) in zip(axes, grids.items()):
         for panel, c1 in zip(line, settings.hubs):
             _cost_panel(panel, grid, settings, c1, 1.0)
@@ -73,11 +74,10 @@ def _at_setting(value: str, first: str, second: str, form: str = "g") -> Callabl
 
 
 COST = [
-    Column("data set", "dataset", "13"),
+    DATASET,
     Column("target |x-x*|^2", "target", ">18"),
-    Column("c1", "c1", "5g"),
-    Column("c2", "c2", "3g"),
-    Column("hubs", "hubs", ">8"),
+    *UNIT_COSTS,
+    *fields(hubs=">8"),
     BAR,
     Column("SPPM-SS, iterations (gamma, K)", _at_setting("iterations", "iterations_gamma", "iterations_K"), ">31"),
     BAR,
@@ -99,7 +99,7 @@ def cost_table(rows: Rows) -> str:
 def solvers(results: dict[str, SolverCosts], settings: Settings, path: Path) -> None:
     """The least cost over gamma against K, one curve per solver, counted in both ways."""
     size = (6.2, 2.4 * len(results) + 0.2)
-    figure, panels = plt.subplots(len(results), 2, figsize=size, layout="constrained", sharey="row", squeeze=False)
+    figure, panels = plots.panels(len(results), 2, size, sharey="row")
     for axes, (name, result) in zip(panels, results.items()):
         for axis, count in zip(axes, COUNTS):
             for solver in SOLVERS:
@@ -128,8 +128,8 @@ def _counted(count: str) -> Callable[[dict[str, Any]], str]:
 def solvers_table(rows: Rows) -> str:
     """The table of `solvers` as text."""
     columns = [
-        Column("data set", "dataset", "13"),
-        Column("solver", "solver", "15"),
+        DATASET,
+        *fields(solver="15"),
         *(Column(f"{count} (gamma, K)", _counted(count), ">26") for count in COUNTS),
         Column("kbit up a client", lambda row: row.get("kilobits", float("nan")), "17.1f"),
     ]
@@ -142,7 +142,7 @@ def epsilon(rows: Rows, path: Path) -> None:
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     pairs = list(dict.fromkeys((row["c1"], row["c2"]) for row in rows))
     size = (6.2, 2.3 * len(names) + 0.2)
-    figure, panels = plt.subplots(len(names), len(pairs), figsize=size, layout="constrained", squeeze=False)
+    figure, panels = plots.panels(len(names), len(pairs), size)
     for axes, name in zip(panels, names):
         for axis, (c1, c2) in zip(axes, pairs):
             chosen = [row for row in rows if (row["dataset"], row["c1"], row["c2"]) == (name, c1, c2)]
@@ -160,10 +160,9 @@ def epsilon(rows: Rows, path: Path) -> None:
 def epsilon_table(rows: Rows) -> str:
     """The table of `epsilon` as text."""
     columns = [
-        Column("data set", "dataset", "13"),
-        Column("c1", "c1", "5g"),
-        Column("c2", "c2", "3g"),
-        Column("fraction", "fraction", "9.1e"),
+        DATASET,
+        *UNIT_COSTS,
+        *fields(fraction="9.1e"),
         Column("iterations", lambda row: _cell(row, "iterations", ".1f"), ">11"),
         Column("evaluations", lambda row: _cell(row, "evaluations", ".1f"), ">12"),
         Column("LocalGD", lambda row: _cell(row, "localgd", ".1f"), ">9"),
@@ -174,13 +173,10 @@ def epsilon_table(rows: Rows) -> str:
 def recommended_table(rows: Rows) -> str:
     """The table of `recommended` as text."""
     columns = [
-        Column("data set", "dataset", "13"),
+        DATASET,
         Column("target", "accuracy", "6g"),
-        Column("c1", "c1", "5g"),
-        Column("c2", "c2", "3g"),
-        Column("sampling", "sampling", "15"),
-        Column("gamma", "gamma", "7.3g"),
-        Column("K", "K", "2d"),
+        *UNIT_COSTS,
+        *fields(sampling="15", gamma="7.3g", K="2d"),
         Column("T: predicted", "T", "12.1f"),
         Column("measured", "rounds", "8.1f"),
         Column("cost: predicted", "predicted", "15.2f"),

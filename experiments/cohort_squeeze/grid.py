@@ -10,7 +10,7 @@ from commjax.algorithms import local_gd, sppm_as
 from commjax.core.records import Record
 from commjax.sampling import samplings
 from experiments import tables
-from experiments.cohort_squeeze.runs import Problem, Settings, follow, sppm, sweep, watched
+from experiments.cohort_squeeze.runs import Problem, Settings, sppm, sweep, watched
 
 
 class Grid(NamedTuple):
@@ -68,12 +68,12 @@ def run_grid(problem: Problem, settings: Settings, rival: Record | None = None) 
     for least in range(1, settings.most_local + 1, 3):
         hparams = [sppm_as.HParams(gamma, K, 1e-9) for gamma, K in pairs if least <= K < least + 3]
         label, rounds = f"{problem.name}_{settings.solver}_{least}", 5 * -(-settings.cap // (5 * least))
-        ours.append(follow(problem, algorithm, hparams, settings, label, rounds=rounds))
+        ours.append(sweep(problem, algorithm, hparams, settings, label, rounds=rounds))
     stepsizes = (*settings.localgd, 1 / problem.smoothness.L_max)
     local_pairs = [(stepsize, steps) for steps in range(1, settings.most_local + 1) for stepsize in stepsizes]
     theirs = rival or sweep(
         problem,
-        local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling),
+        watched(problem, local_gd.mb_local_gd(jax.value_and_grad(problem.loss), sampling)),
         [local_gd.HParams(*pair) for pair in local_pairs],
         settings,
         f"{problem.name}_localgd",

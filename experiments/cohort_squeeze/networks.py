@@ -25,6 +25,7 @@ from commjax.models.networks import Classification
 from commjax.prox.solvers import federated
 from commjax.sampling import samplings
 from commjax.theory import sppm as theory
+from experiments import saved
 from experiments.cohort_squeeze.workers import ADAM, WORKERS, Worker
 from experiments.scafflix import networks as scafflix_networks
 
@@ -171,23 +172,19 @@ def train(
         return {"train": float(measured(task.train)), "test": float(measured(task.test))}
 
     label = f"{settings.task}_{settings.model}_{method.name}_{shown(rate)}_{seed}_{rounds}"
-    path = settings.out / "networks" / label
-    _, record = runner.loop(
+    return saved.run(
+        settings.out / "networks" / label,
         jax.random.key(seed),
         algorithm,
         hparams,
         state,
         task.train,
-        rounds,
+        rounds=rounds,
         chunk=settings.every,
         evaluate=evaluate,
-        checkpoint=path.with_name(path.name + ".ckpt"),
-        label=label,
         progress=settings.progress,
         config={"task": settings.task, "method": method.name, "rate": rate, "seed": seed, "cohort": settings.cohort},
     )
-    record.save(path)
-    return record
 
 
 def shown(rate: Rate) -> str:

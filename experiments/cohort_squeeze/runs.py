@@ -25,6 +25,7 @@ from commjax.prox import solvers
 from commjax.prox.cohort import Hubs
 from commjax.prox.solvers import quasi_newton
 from commjax.sampling import samplings
+from experiments import saved
 from experiments.ef_bv.runs import load
 
 
@@ -146,42 +147,27 @@ def sweep(
     *,
     rounds: int | None = None,
 ) -> Record:
-    """Run all hparams with all seeds in one program, with the metric `distance` of `watched`."""
-    return follow(problem, watched(problem, algorithm), hparams, settings, label, rounds=rounds)
+    """Run all hparams with all seeds in one program.
 
-
-def follow(
-    problem: Problem,
-    algorithm: Algorithm,
-    hparams: Sequence[Any],
-    settings: Settings,
-    label: str,
-    *,
-    rounds: int | None = None,
-) -> Record:
-    """`sweep` of an algorithm that `watched` made.
-
-    The same object with the same number of hparams is compiled once.
+    An algorithm of `watched` adds the metric `distance`.  The same object with the same number of hparams is compiled
+    once.
     """
     d = len(problem.optimum)
     state = algorithm.init(jnp.ones(d), jnp.arange(len(problem.rows)))
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds)
-    _, record = runner.loop(
+    return saved.run(
+        settings.out / label,
         keys,
         algorithm,
         runner.stack(hparams),
         state,
         problem.data,
-        settings.rounds if rounds is None else rounds,
+        rounds=settings.rounds if rounds is None else rounds,
         chunk=5,
-        checkpoint=settings.out / f"{label}.ckpt",
-        label=label,
         progress=settings.progress,
         at_once=at_once(len(hparams), settings.at_once),
         config={"dataset": problem.name, "d": d, "n": len(problem.rows), "solver": settings.solver},
     )
-    record.save(settings.out / label)
-    return record
 
 
 def sppm(

@@ -1,27 +1,46 @@
 """Chapter 5: effect of sampling and gamma on speed and neighbourhood; gradient methods; a picture of the clusters."""
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from commjax.algorithms import local_gd, sppm_as
 from commjax.data import partition
 from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from experiments import plots, tables
-from experiments.cohort_squeeze.runs import Settings, problem, sppm, sweep
+from experiments.cohort_squeeze.figures import DATASET
+from experiments.cohort_squeeze.runs import Settings, problem, sppm, sweep, watched
 from experiments.ef_bv.runs import load
-from experiments.tables import Column
+from experiments.tables import Column, fields
 
 NEIGHBOURHOODS = [
-    Column("data set", "dataset", "13"),
-    Column("sampling", "sampling", "11"),
+    DATASET,
+    *fields(sampling="11"),
     Column("cohort", "size", "6d"),
     Column("sigma^2", "sigma2", "10.3e"),
     Column("measured", "neighbourhood", "11.3e"),
-    Column("bound", "bound", "11.3e"),
+    *fields(bound="11.3e"),
 ]
+
+
+def _row_of_panels(settings: Settings, width: float, height: float, margin: float = 0.6) -> tuple[Figure, np.ndarray]:
+    """A figure and its panels, one per data set; a panel has the given size in inches."""
+    count = len(settings.datasets)
+    figure, panels = plots.panels(1, count, (width * count + margin, height))
+    return figure, panels[0]
+
+
+def _save(figure: Figure, path: Path, rows: list[dict], columns: list[Column], **legend: Any) -> None:
+    """Label the distances and add a legend to the first panel; save the figure and the table."""
+    figure.axes[0].set_ylabel(r"$|x_t - x^\star|^2$")
+    figure.axes[0].legend(**legend)
+    plots.save(figure, path.with_suffix(".png"))
+    tables.save(path, rows, tables.table(columns, rows))
 
 
 def compare_samplings(settings: Settings) -> list[dict]:
@@ -31,14 +50,8 @@ def compare_samplings(settings: Settings) -> list[dict]:
     """
     rows: list[dict] = []
     gamma, rounds = 1.0, 4 * settings.rounds
-    figure, axes = plt.subplots(
-        1,
-        len(settings.datasets),
-        figsize=(2.6 * len(settings.datasets) + 0.6, 2.4),
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel, name in zip(axes[0], settings.datasets):
+    figure, panels = _row_of_panels(settings, 2.6, 2.4)
+    for panel, name in zip(panels, settings.datasets):
         split = problem(name, settings)
         n, size = len(split.rows), settings.clusters
         gradients = np.asarray(
@@ -54,7 +67,7 @@ def compare_samplings(settings: Settings) -> list[dict]:
         for kind, sampling in kinds.items():
             record = sweep(
                 split,
-                sppm(split, sampling, settings, 30),
+                watched(split, sppm(split, sampling, settings, 30)),
                 [sppm_as.HParams(gamma, 30, 1e-8)],
                 settings,
                 f"{name}_{kind}",
@@ -76,10 +89,7 @@ def compare_samplings(settings: Settings) -> list[dict]:
             panel.semilogy(curve, label=kind, linewidth=1)
         panel.set_title(f"{name}, $\\gamma$ = {gamma:g}")
         panel.set_xlabel("global rounds")
-    axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
-    axes[0, 0].legend()
-    plots.save(figure, settings.out / "samplings.png")
-    tables.save(settings.out / "samplings", rows, tables.table(NEIGHBOURHOODS, rows))
+    _save(figure, settings.out / "samplings", rows, NEIGHBOURHOODS)
     return rows
 
 
@@ -87,14 +97,13 @@ def stepsizes(settings: Settings) -> list[dict]:
     """Fig. D.4: any gamma is allowed; a larger one is faster and has a larger neighbourhood."""
     gammas = tuple(10.0**power for power in range(-3, 6))
     shades = plots.shades(len(gammas))
-    size = (2.8 * len(settings.datasets) + 0.6, 2.6)
-    figure, axes = plt.subplots(1, len(settings.datasets), figsize=size, squeeze=False, layout="constrained")
+    figure, panels = _row_of_panels(settings, 2.8, 2.6)
     rows = []
-    for panel, name in zip(axes[0], settings.datasets):
+    for panel, name in zip(panels, settings.datasets):
         split = problem(name, settings)
         record = sweep(
             split,
-            sppm(split, samplings.stratified(split.clusters), settings, 16),
+            watched(split, sppm(split, samplings.stratified(split.clusters), settings, 16)),
             [sppm_as.HParams(gamma, 16, 1e-8) for gamma in gammas],
             settings,
             f"{name}_stepsizes",
@@ -114,16 +123,13 @@ def stepsizes(settings: Settings) -> list[dict]:
             )
         panel.set_xlabel("global rounds")
         panel.set_title(f"{name}, SPPM-SS, $K$ = 16")
-    axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
-    axes[0, 0].legend(title=r"$\gamma$", title_fontsize=7, ncols=2)
-    plots.save(figure, settings.out / "stepsizes.png")
     columns = [
-        Column("data set", "dataset", "13"),
-        Column("gamma", "gamma", "8g"),
+        DATASET,
+        *fields(gamma="8g"),
         Column("rounds to 0.1 of the start", "rounds_to_tenth", "27g"),
         Column("mean of the last 20 rounds", "last", "27.3e"),
     ]
-    tables.save(settings.out / "stepsizes", rows, tables.table(columns, rows))
+    _save(figure, settings.out / "stepsizes", rows, columns, title=r"$\gamma$", title_fontsize=7, ncols=2)
     return rows
 
 
@@ -134,13 +140,12 @@ def baselines(settings: Settings) -> list[dict]:
     """
     rows: list[dict] = []
     rounds = 5 * settings.rounds
-    size = (2.8 * len(settings.datasets) + 0.6, 2.6)
-    figure, axes = plt.subplots(1, len(settings.datasets), figsize=size, squeeze=False, layout="constrained")
-    for panel, name in zip(axes[0], settings.datasets):
+    figure, panels = _row_of_panels(settings, 2.8, 2.6)
+    for panel, name in zip(panels, settings.datasets):
         split = problem(name, settings)
         n = len(split.rows)
         runs: dict[str, tuple[float, np.ndarray]] = {}
-        ours = sppm(split, samplings.stratified(split.clusters), settings, 16)
+        ours = watched(split, sppm(split, samplings.stratified(split.clusters), settings, 16))
         record = sweep(split, ours, [sppm_as.HParams(1.0, 16, 1e-8)], settings, f"{name}_baselines_sppm", rounds=rounds)
         runs["SPPM-SS"] = 1.0, record.metrics["distance"][0]
         for kind, sampling in (
@@ -148,7 +153,7 @@ def baselines(settings: Settings) -> list[dict]:
             ("nice", samplings.nice(n, settings.clusters)),
         ):
             hparams = [local_gd.theoretical(sampling, split.smoothness.L_i, steps) for steps in (1, 5)]
-            plain = local_gd.mb_local_gd(jax.value_and_grad(split.loss), sampling)
+            plain = watched(split, local_gd.mb_local_gd(jax.value_and_grad(split.loss), sampling))
             record = sweep(split, plain, hparams, settings, f"{name}_baselines_{kind}", rounds=rounds)
             for label, h, distance in zip(("MB-GD", "MB-LocalGD"), hparams, record.metrics["distance"]):
                 runs[f"{label}, {kind}"] = h.stepsize, distance
@@ -167,17 +172,13 @@ def baselines(settings: Settings) -> list[dict]:
             )
         panel.set_xlabel("global rounds")
         panel.set_title(f"{name}, $\\gamma$ = 1")
-    axes[0, 0].set_ylabel(r"$|x_t - x^\star|^2$")
-    axes[0, 0].legend()
-    plots.save(figure, settings.out / "baselines.png")
     columns = [
-        Column("data set", "dataset", "13"),
-        Column("method", "method", "23"),
-        Column("stepsize", "stepsize", "9.3g"),
+        DATASET,
+        *fields(method="23", stepsize="9.3g"),
         Column("rounds to 0.01 of the start", "rounds_to_hundredth", "28g"),
         Column("mean of the last quarter", "settled", "25.3e"),
     ]
-    tables.save(settings.out / "baselines", rows, tables.table(columns, rows))
+    _save(figure, settings.out / "baselines", rows, columns)
     return rows
 
 
@@ -185,10 +186,8 @@ def clusters(settings: Settings) -> None:
     """Fig. D.1: t-SNE of rows, coloured by cluster."""
     from sklearn.manifold import TSNE
 
-    figure, axes = plt.subplots(
-        1, len(settings.datasets), figsize=(2.6 * len(settings.datasets), 2.6), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(axes[0], settings.datasets):
+    figure, panels = _row_of_panels(settings, 2.6, 2.6, margin=0.0)
+    for panel, name in zip(panels, settings.datasets):
         dataset = load(name)
         groups = partition.feature_wise(dataset.features, settings.clusters, seed=settings.seed)
         rng = np.random.default_rng(settings.seed)

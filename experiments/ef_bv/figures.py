@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from commjax.core.records import Record
 from experiments import plots, tables
 from experiments.ef_bv.runs import METHODS, bits_to_targets
-from experiments.tables import Column
+from experiments.tables import Column, fields
 
 # (data set, k, xi) -> record
 Records = dict[tuple[str, int, int], Record]
@@ -33,13 +33,7 @@ def grid_figure(records: Records, metric: str, ylabel: str) -> Figure:
     """One panel per data set and (k, xi)."""
     names = list(dict.fromkeys(name for name, _, _ in records))
     rows = list(dict.fromkeys((k, xi) for _, k, xi in records))
-    figure, axes = plt.subplots(
-        len(rows),
-        len(names),
-        figsize=(1.8 * len(names) + 0.3, 1.65 * len(rows) + 0.3),
-        squeeze=False,
-        layout="constrained",
-    )
+    figure, axes = plots.panels(len(rows), len(names), (1.8 * len(names) + 0.3, 1.65 * len(rows) + 0.3))
     for (name, k, xi), record in records.items():
         panel_axes = axes[rows.index((k, xi)), names.index(name)]
         panel(panel_axes, record, metric)
@@ -52,12 +46,11 @@ def grid_figure(records: Records, metric: str, ylabel: str) -> Figure:
 
 BITS_TABLE = [
     Column("data set", "dataset", "12"),
-    Column("k", "k", "2d"),
-    Column("xi", "xi", "2d"),
+    *fields(k="2d", xi="2d"),
     Column("target", "fraction", "7g"),
     Column("EF-BV bits", lambda row: row["bits"][0], "12.0f"),
     Column("EF21 bits", lambda row: row["bits"][1], "12.0f"),
-    Column("ratio", "ratio", "6.3f"),
+    *fields(ratio="6.3f"),
     Column("sqrt(r_av/r)", "predicted", "13.3f"),
 ]
 

@@ -21,6 +21,7 @@ from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Smoothness
 from commjax.theory import ef_bv as theory
+from experiments import saved
 
 METHODS = ("EF-BV", "EF21")
 DATASETS = ("mushrooms", "phishing", "a9a", "w8a")
@@ -131,16 +132,15 @@ def compare(
     start = ("normal" if nonconvex else "zero") if settings.start == "auto" else settings.start
     x0 = jnp.zeros(problem.d) if start == "zero" else jax.random.normal(key_start, (problem.d,))
     shift = jax.vmap(problem.value_and_grad, in_axes=(None, 0))(x0, problem.data)[1]
-    _, record = runner.loop(
+    return saved.run(
+        settings.out / label,
         key[None],
         algorithm,
         grid,
         algorithm.init(x0, jnp.arange(n), shift=shift),
         problem.data,
-        settings.rounds,
+        rounds=settings.rounds,
         chunk=min(settings.chunk, settings.rounds),
-        checkpoint=settings.out / f"{label}.ckpt",
-        label=label,
         progress=settings.progress,
         bits_init=dense_bits(x0.astype(jnp.float32)),
         config={
@@ -159,8 +159,6 @@ def compare(
             "predicted": predicted_ratio(constants),
         },
     )
-    record.save(settings.out / label)
-    return record
 
 
 def squared_gradient(value_and_grad: ValueAndGrad, state: State, batch: Any) -> jax.Array:

@@ -22,22 +22,18 @@ Runs that two commands share are computed once. `experiments.fedp3.privacy` has 
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from commjax.algorithms import fedp3
-from commjax.algorithms.fedp3 import layers, plans
-from commjax.algorithms.fedp3.layers import Layers
 from commjax.core.files import write_atomically
-from commjax.models import layered, resnet
+from commjax.models import resnet
 from experiments import plots, tables
+from experiments.fedp3 import counts
 from experiments.fedp3 import privacy as fedp3_privacy
-from experiments.fedp3.plans import Run
-from experiments.fedp3.report import report, stem_of
 from experiments.fedp3.runs import measure
-from experiments.fedp3.task import Settings
+from experiments.fedp3.task import Run, Settings
 
 FEDAVG = Run("FedAvg", "fedavg", keep=1.0)
 # Fashion-MNIST, (S1, S2), from Table 4.2 of the thesis. The figures of the thesis have no numbers.
@@ -95,9 +91,9 @@ def local_pruning(settings: Settings) -> list[dict]:
 def aggregation(settings: Settings) -> list[dict]:
     """Compare three ways to aggregate layers, for OPU1-2-3 and OPU2-3 (Fig. 4.4)."""
     runs = [
-        Run(f"{short}, {how}", counts=counts, keep=settings.keep, aggregate=how)
+        Run(f"{short}, {rule}", counts=counts, keep=settings.keep, aggregate=rule)
         for short, counts in (("OPU1-2-3", (1, 2, 3)), ("OPU2-3", (2, 3)))
-        for how in ("simple", "weighted", "attention")
+        for rule in ("simple", "weighted", "attention")
     ]
     rows = measure(runs, settings)
     report("aggregation", rows, settings)
@@ -134,99 +130,6 @@ def resnet_blocks(settings: Settings) -> list[dict]:
     return rows
 
 
-TABLES = {
-    "CIFAR10": (layered.LayeredCnn(), (32, 32, 3)),
-    "CIFAR100": (layered.LayeredCnn(classes=100), (32, 32, 3)),
-    "FashionMNIST": (layered.LayeredCnn(side=32), (28, 28, 1)),
-    "EMNIST-L": (layered.LayeredMlp(), (28, 28, 1)),
-}
-PRINTED = {"CIFAR10": 10815.0, "CIFAR100": 1522.91, "FashionMNIST": 13749.46, "EMNIST-L": 30.23}
-
-
-def shapes_of(module, image: tuple[int, ...]):
-    """Return the shapes of the parameters of a module for images of the given shape."""
-    return jax.eval_shape(module.init, jax.random.key(0), jax.numpy.ones((1, *image), jax.numpy.float32))["params"]
-
-
-def lower_b_clients(names: Layers, keep: float) -> plans.Plan:
-    """Plan one LowerB client for each layer except the final one."""
-    return plans.plan(names, [[name, names.names[-1]] for name in names.names[:-1]], keep)
-
-
-def count(name: str, keep: float) -> dict:
-    """Count what the LowerB clients of one of the thesis's networks deploy and send."""
-    shapes = shapes_of(*TABLES[name])
-    names = layered.layers(shapes)
-    plan, sizes = lower_b_clients(names, keep), layers.sizes(names, shapes)
-    bits = fedp3.ledger(plan, shapes)
-    return {
-        "network": name,
-        "keep": keep,
-        "layers": dict(zip(names.names, sizes.tolist())),
-        "total": int(sizes.sum()),
-        "sent": plans.uplink_sizes(plan, sizes).tolist(),
-        "deployed": plans.deployed_sizes(plan, sizes).tolist(),
-        "kbit up": (bits["up"] / 1e3).tolist(),
-        "kbit down": (bits["down"] / 1e3).tolist(),
-        "spread": plans.relative_spread(plans.uplink_sizes(plan, sizes)),
-        "printed": PRINTED[name],
-        "deployed spread": plans.relative_spread(plans.deployed_sizes(plan, sizes)),
-    }
-
-
-def expected_share(sizes: np.ndarray, counts: int) -> float:
-    """Return the expected share of the parameters that a client sends.
-
-    The client sends `counts` layers, drawn uniformly from those before the final one, and the final one.
-
-    Args:
-        sizes: Parameters of each layer, the final layer last.
-        counts: Number of drawn layers.
-    """
-    return float((counts / (len(sizes) - 1) * sizes[:-1].sum() + sizes[-1]) / sizes.sum())
-
-
-def parameter_counts(settings: Settings) -> list[dict]:
-    """Make Fig. C.1 and check the percentages of Sec. 4.4.2 and C.2.5 of the thesis (errata F1, F3, F5)."""
-    rows = [count(name, keep) for name in TABLES for keep in (0.9, 0.7, 0.5)]
-    lines = ["What LowerB clients deploy and send, by the layer that they train beside the final one (params)"]
-    for row in rows:
-        hidden = list(row["layers"])[:-1]
-        pairs = zip(hidden, row["deployed"], row["sent"])
-        cells = ", ".join(f"{one} {there:,.0f} / {sent:,}" for one, there, sent in pairs)
-        lines.append(f"{row['network']:13} keep {row['keep']:.1f}  {cells}")
-        lines.append(
-            f"{'':13} (max - min) / min: deployed {row['deployed spread']:.2f} %, "
-            f"sent {row['spread']:.2f} % (printed {row['printed']:g})"
-        )
-    for name in TABLES:
-        sizes = np.array(list(count(name, 0.9)["layers"].values()))
-        depth = len(sizes)
-        shares = ", ".join(
-            f"{label} {100 * (number + 1) / depth:.0f} % of the layers, "
-            f"{100 * expected_share(sizes, number):.2f} % of the params"
-            for label, number in (("OPU3", 3), ("OPU2", 2), ("LowerB", 1))
-        )
-        lines.append(f"{name:13} {shares}")
-    figure, axes = plt.subplots(1, len(TABLES), figsize=(7.0, 2.3), layout="constrained")
-    for panel, name in zip(axes, TABLES):
-        mine = [row for row in rows if row["network"] == name]
-        hidden = list(mine[0]["layers"])[:-1]
-        for number, row in enumerate(mine):
-            panel.bar(
-                np.arange(len(hidden)) + 0.2 * number, row["deployed"], 0.18, label=f"deployed, keep {row['keep']:g}"
-            )
-        panel.bar(np.arange(len(hidden)) + 0.6, mine[0]["sent"], 0.18, color="k", label="sent")
-        panel.set_yscale("log")
-        panel.set_xticks(np.arange(len(hidden)) + 0.3, hidden)
-        panel.set_title(name)
-    axes[0].set_ylabel("params")
-    axes[-1].legend(fontsize=5)
-    plots.save(figure, settings.out / "counts.png")
-    tables.save(settings.out / "counts", rows, "\n".join(lines))
-    return rows
-
-
 def all_tables(settings: Settings) -> None:
     """Write every table of Fashion-MNIST as text into one Markdown file."""
     parts = [("layers", 3, "frozen"), ("ratio", 3, "frozen"), ("local", 3, "frozen"), ("aggregation", 3, "frozen")]
@@ -238,12 +141,79 @@ def all_tables(settings: Settings) -> None:
         "",
     ]
     for name, trained, others in parts:
-        one = replace(settings, trained=trained, others=others)
-        COMMANDS[name](one)
+        part = replace(settings, trained=trained, others=others)
+        COMMANDS[name](part)
         option = "" if trained == 3 else f" --trained {trained} --others {others}"
-        text = stem_of(name, one).with_suffix(".txt").read_text()
+        text = stem_of(name, part).with_suffix(".txt").read_text()
         lines += [f"## {name}{option}", "", "```", text.rstrip(), "```", ""]
     write_atomically(settings.out / "fedp3.md", "\n".join(lines).encode())
+
+
+def _lines(rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], str] | None) -> list[str]:
+    some = f", {settings.rows} rows" if settings.rows else ""
+    lines = [
+        f"{settings.task}{some}, {settings.model} of width {settings.width}, {settings.clients} clients, "
+        f"{settings.cohort} a round, {settings.rounds} rounds of {settings.steps} steps; "
+        f"layers not trained: {settings.others}",
+        "accuracy (%) of the global model, and mean over clients of that of local models (F23); "
+        f"mean +- deviation of {settings.seeds} seeds, each with a plan of its own",
+        "kbit of a client a round, mean +- deviation, and [in expectation over plans]",
+        f"{'split':10} {'run':20} {'global':>14} {'local':>14} {'kbit up':>27} {'kbit down':>27}"
+        + ("  thesis" if thesis else ""),
+    ]
+    for r in rows:
+        local = f"{r['local']:6.2f} +- {r['local std']:4.2f}" if np.isfinite(r["local"]) else ""
+        up, down = (
+            f"{r[way] / 1e3:8.1f} +- {r[f'{way} std'] / 1e3:5.1f} [{r[f'{way} expected'] / 1e3:7.1f}]"
+            for way in ("up", "down")
+        )
+        beside = "" if not thesis else f"  {thesis.get((r['name'], r['split']), '')}"
+        lines.append(
+            f"{r['split']:10} {r['name']:20} {r['accuracy']:6.2f} +- {r['std']:4.2f} {local:>14} "
+            f"{up:>27} {down:>27}{beside}"
+        )
+    return lines
+
+
+def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[str, str], str] | None = None) -> None:
+    """Write a table as text and JSON, and a bar chart of the accuracies.
+
+    Args:
+        name: Name of the table, part of the file names.
+        rows: The rows, as `runs.measure` returns them.
+        settings: Settings of the runs.
+        thesis: The thesis's figure for (name of the row, split), shown in a column.
+    """
+    lines = _lines(rows, settings, thesis)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure, axes = plt.subplots(figsize=(max(3.4, 0.55 * len(names)), 2.6), layout="constrained")
+    for number, split in enumerate(settings.splits):
+        of_split = {row["name"]: row for row in rows if row["split"] == split}
+        at = np.arange(len(names)) + 0.38 * (number - (len(settings.splits) - 1) / 2)
+        axes.bar(
+            at,
+            [of_split[run]["accuracy"] for run in names],
+            0.36,
+            yerr=[of_split[run]["std"] for run in names],
+            capsize=2,
+            label={"class": "S1: class-wise", "dirichlet": "S2: Dirichlet"}[split],
+            color=("#0072B2", "#E69F00")[number % 2],
+        )
+    axes.set_xticks(np.arange(len(names)), names, rotation=30, ha="right")
+    axes.set_ylabel("test accuracy, %")
+    axes.set_ylim(bottom=max(0.0, np.nanmin([row["accuracy"] for row in rows]) - 12))
+    axes.set_title(f"{settings.task}, {settings.model}")
+    axes.legend(loc="lower right", frameon=True)
+    stem = stem_of(name, settings)
+    plots.save(figure, stem.with_name(stem.name + ".png"))
+    tables.save(stem, rows, "\n".join(lines))
+
+
+def stem_of(name: str, settings: Settings) -> Path:
+    """Return the path of the files of a table, without suffix."""
+    changed = f"_opu{settings.trained}" * (name in ("ratio", "local") and settings.trained != 3)
+    changed += f"_{settings.others}" * (settings.others != "frozen")
+    return settings.out / f"{name}_{settings.task}_{settings.model}{changed}"
 
 
 COMMANDS: dict[str, Callable] = {
@@ -253,7 +223,7 @@ COMMANDS: dict[str, Callable] = {
     "aggregation": aggregation,
     "baselines": baselines,
     "resnet": resnet_blocks,
-    "counts": parameter_counts,
+    "counts": counts.parameter_counts,
     "tables": all_tables,
     "privacy": fedp3_privacy.curve,
     "audit": fedp3_privacy.audit,

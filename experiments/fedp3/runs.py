@@ -22,9 +22,20 @@ from commjax.core.base import Algorithm, State
 from commjax.core.records import Record
 from commjax.models import networks
 from experiments.fedp3 import fedcr as fedp3_fedcr
-from experiments.fedp3.plans import Run, expected_bits, local_pruning, plan_of, possible, program_of, program_plan
-from experiments.fedp3.task import Settings, Task, data_of, load, shape_of
-from experiments.scafflix.networks import accuracy
+from experiments.fedp3.task import (
+    Run,
+    Settings,
+    Task,
+    data_of,
+    expected_bits,
+    load,
+    local_pruning,
+    plan_of,
+    possible,
+    program_of,
+    program_plan,
+    shape_of,
+)
 
 
 @cache
@@ -116,7 +127,7 @@ def train(run: Run, settings: Settings, split: str, seed: int) -> Record:
     begin: Any = algorithm.init  # `init` of a method with a plan takes more arguments
 
     def evaluate(state):
-        return {"test": float(accuracy(problem, model, hparams, state.server, state.clients, task.test))}
+        return {"test": float(networks.accuracy(problem, model, hparams, state.server, state.clients, task.test))}
 
     words = [settings.task, split, settings.model, run.label(), "" if settings.others == "frozen" else settings.others]
     label = "_".join(filter(None, [*words, str(seed)]))
@@ -208,10 +219,8 @@ def alone(settings: Settings, split: str, seed: int) -> float:
         sample=local.minibatch(settings.batch),
         over=jax.vmap if settings.model == "mlp" else rounds.one_by_one,
     )
-    rows = ditto.Client(jnp.arange(n), models)
-    return float(
-        accuracy(task.problem, _personal, None, fedavg.Server(jnp.zeros((), jnp.int32), params), rows, task.test)
-    )
+    clients, server = ditto.Client(jnp.arange(n), models), fedavg.Server(jnp.zeros((), jnp.int32), params)
+    return float(networks.accuracy(task.problem, _personal, None, server, clients, task.test))
 
 
 def measure(runs: Sequence[Run], settings: Settings, *, local_only: bool = False) -> list[dict]:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from experiments import plots, tables
 from experiments.scafflix.runs import Settings
-from experiments.tables import Column
+from experiments.tables import Column, fields
 
 Rows = Sequence[dict[str, Any]]
 # alpha -> two curves against communication rounds, drawn solid and dashed
@@ -39,25 +39,23 @@ def _legend(axes: Axes, solid: str, dashed: str) -> None:
 def acceleration(panels: Mapping[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
     """Scafflix against GD, one panel per data set."""
     size = (2.5 * len(panels) + 0.2, 2.3)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plots.panels(1, len(panels), size)
     for panel, (name, (rows, curves)) in zip(axes[0], panels.items()):
         ratios = [row["ratio"] for row in rows]
         title = f"{name}, {rows[0]['split']}: {min(ratios):.2f} to {max(ratios):.2f} of GD's rounds"
         _alpha_panel(panel, curves, title)
-        panel.set_ylim(bottom=accuracy / 10)
-        panel.set_xlim(0, 1.1 * np.nanmax([row["gd"] for row in rows]))
+        panel.set(ylim=(accuracy / 10, None), xlim=(0, 1.1 * np.nanmax([row["gd"] for row in rows])))
     _legend(axes[0, 0], "Scafflix", "GD")
     plots.save(figure, path)
 
 
+DATASET = Column("data set", "dataset", "14")
 ACCELERATION = [
-    Column("data set", "dataset", "14"),
-    Column("split", "split", "9"),
-    Column("alpha", "alpha", "5.1f"),
-    Column("kappa_max", "kappa_max", "9.1f"),
+    DATASET,
+    *fields(split="9", alpha="5.1f", kappa_max="9.1f"),
     Column("GD", "gd", "7.0f"),
     Column("Scafflix", lambda row: f"{row['scafflix']:9.1f} +- {row['scafflix_std']:3.1f}", ">16"),
-    Column("ratio", "ratio", "6.3f"),
+    *fields(ratio="6.3f"),
 ]
 
 
@@ -101,8 +99,7 @@ def inexact(rows: Rows, curves: dict[tuple[str, float], np.ndarray], path: Path)
 
 
 INEXACT = [
-    Column("kind", "kind", "11"),
-    Column("value", "value", "8g"),
+    *fields(kind="11", value="8g"),
     Column(
         "iterations (min, mean, max)",
         lambda row: f"{row['iterations_min']:8d} {row['iterations_mean']:10.1f} {row['iterations_max']:8d}",
@@ -122,23 +119,17 @@ def inexact_table(rows: Rows, title: str) -> str:
 
 def stepsizes(panels: Mapping[str, tuple[Rows, Curves]], accuracy: float, path: Path) -> None:
     """One stepsize per client against one for all, one panel per data set."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.3), squeeze=False, layout="constrained")
+    figure, axes = plots.panels(1, len(panels), (2.6 * len(panels), 2.3))
     for panel, (name, (rows, curves)) in zip(axes[0], panels.items()):
         _alpha_panel(panel, curves, f"{name}, feature-wise")
-        panel.set_ylim(bottom=accuracy / 10)
-        panel.set_xlim(0, 1.2 * np.nanmax([row["global"] for row in rows]))
+        panel.set(ylim=(accuracy / 10, None), xlim=(0, 1.2 * np.nanmax([row["global"] for row in rows])))
     _legend(axes[0, 0], "individual", "global")
     plots.save(figure, path)
 
 
 def stepsizes_table(rows: Rows, settings: Settings) -> str:
     """The table of `stepsizes` as text."""
-    columns = [
-        Column("data set", "dataset", "14"),
-        Column("alpha", "alpha", "5.1f"),
-        Column("individual", "individual", "11.1f"),
-        Column("global", "global", "8.1f"),
-    ]
+    columns = [DATASET, *fields(alpha="5.1f", individual="11.1f"), Column("global", "global", "8.1f")]
     return f"rounds to {settings.accuracy:g}, feature-wise split\n{tables.table(columns, rows)}"
 
 
@@ -160,9 +151,5 @@ def probability(rows: Rows, accuracy: float, title: str, path: Path) -> None:
 
 def probability_table(rows: Rows) -> str:
     """The table of `probability` as text."""
-    columns = [
-        Column("p", "p", "8.4f"),
-        Column("rounds", "rounds", "9.1f"),
-        Column("iterations", "iterations", "11.1f"),
-    ]
+    columns = fields(p="8.4f", rounds="9.1f", iterations="11.1f")
     return f"theory's p = {rows[0]['theory']:.4f}\n{tables.table(columns, rows)}"

@@ -24,6 +24,7 @@ from commjax.core.records import Record
 from commjax.data import embedded, images, partition, stacked, text
 from commjax.data.stacked import Examples
 from commjax.models import networks
+from experiments import saved
 
 
 @dataclass(frozen=True)
@@ -167,19 +168,6 @@ def _compiled(problem: networks.Classification, build: Callable, settings: Setti
     return build(jax.value_and_grad(problem.loss), settings)
 
 
-@partial(jax.jit, static_argnames=("problem", "model"))
-def accuracy(
-    problem: networks.Classification, model: Deployed, hparams: Any, server: Any, rows: Any, examples: Examples
-) -> jax.Array:
-    """Share of right predictions over all targets; each client uses the model that it deploys."""
-
-    def client_sums(client: Any, data: Examples) -> tuple[jax.Array, jax.Array]:
-        return problem.accuracy_sums(model(hparams, server, client), data)
-
-    right, total = rounds.one_by_one(client_sums)(rows, examples)
-    return right.sum() / total.sum()
-
-
 @cache
 def _local_training(problem: networks.Classification, batch: int) -> tuple[local.ValueAndGrad, local.Sample]:
     """Gradient and minibatches of a client: one object each, so that the seeds share a compiled program."""
@@ -226,22 +214,19 @@ def train(
     state = algorithm.init(params, jnp.arange(n), **({"optimum": optimum} if method.personal else {}))
 
     def evaluate(state: State) -> dict[str, float]:
-        measured = partial(accuracy, task.problem, method.model, hparams, state.server, state.clients)
+        measured = partial(networks.accuracy, task.problem, method.model, hparams, state.server, state.clients)
         return {"test": float(measured(task.test)), "validation": float(measured(task.validation))}
 
-    label = label or f"{settings.task}_{name}_{stepsize:g}_{seed}"
-    path = settings.out / "networks" / label
-    _, record = runner.loop(
+    return saved.run(
+        settings.out / "networks" / (label or f"{settings.task}_{name}_{stepsize:g}_{seed}"),
         jax.random.key(seed),
         algorithm,
         hparams,
         state,
         task.train,
-        settings.rounds,
+        rounds=settings.rounds,
         chunk=settings.every,
         evaluate=evaluate,
-        checkpoint=path.with_name(path.name + ".ckpt"),
-        label=label,
         progress=settings.progress,
         config={
             "task": settings.task,
@@ -252,8 +237,6 @@ def train(
             "cohort": settings.cohort,
         },
     )
-    record.save(path)
-    return record
 
 
 def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> float:
@@ -291,4 +274,4 @@ def alone(task: Task, starts: Starts, seed: int) -> float:
     params, optimum = starts.make(seed, True)
     rows = flix.Client(jnp.arange(len(task.train.weights)), optimum)
     server = flix.Server(jnp.zeros((), jnp.int32), params)
-    return float(accuracy(task.problem, _mixed, flix.HParams(0.0, 0.0), server, rows, task.test))
+    return float(networks.accuracy(task.problem, _mixed, flix.HParams(0.0, 0.0), server, rows, task.test))

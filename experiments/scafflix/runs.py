@@ -17,6 +17,7 @@ from commjax.data import partition, stacked
 from commjax.data.libsvm import Dataset
 from commjax.problems import logistic
 from commjax.problems.constants import Optimum, Smoothness
+from experiments import saved
 from experiments.ef_bv.runs import load
 
 SPLITS = ("iid", "label", "feature", "quantity")
@@ -121,22 +122,19 @@ def run_grid(
     d = problem.dataset.features.shape[1]
     state = algorithm.init(jnp.ones(d), jnp.arange(settings.n), optimum=jnp.asarray(problem.optimum))
     keys = jax.random.split(jax.random.key(settings.seed), settings.seeds if seeds is None else seeds)
-    _, record = runner.loop(
+    return saved.run(
+        settings.out / label,
         keys,
         algorithm,
         runner.stack(hparams),
         state,
         problem.data,
-        rounds,
+        rounds=rounds,
         chunk=100,
-        checkpoint=settings.out / f"{label}.ckpt",
-        label=label,
         progress=settings.progress,
         bits_init=64.0,  # every client sends alpha_i^2 / gamma_i once
         config={"dataset": problem.name, "split": problem.split, "n": settings.n, "d": d, "mu": settings.mu},
     )
-    record.save(settings.out / label)
-    return record
 
 
 def after_communications(bits: np.ndarray) -> np.ndarray:

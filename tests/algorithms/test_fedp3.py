@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedavg, fedp3
-from commjax.algorithms.fedp3 import layers, plans, submodels
+from commjax.algorithms.fedp3 import layers, local_pruning, plans
 from commjax.core import local, rounds, runner, tree
 from tests.algorithms.fedp3_cases import (
     DATA,
@@ -95,7 +95,7 @@ def test_local_models_are_what_clients_have_before_they_throw_layers_away():
         for i in range(N):
             wanted, _ = numpy_client(PARAMS, MIXED, i, 2, None if others == "frozen" else others)
             close(jax.tree.map(lambda leaf, i=i: leaf[i], found), wanted)
-    half = submodels.ordered(0.5, 3)
+    half = local_pruning.ordered(0.5, 3)
     cut = fedp3.Method(loss, MIXED, steps=1, local_pruning=half).local_models(
         KEY,
         fedp3.HParams(0.0),

@@ -129,7 +129,7 @@ def test_without_leaves_out_one_of_the_sets():
 
 
 def test_kept_counts_are_rounded_down_but_never_to_nothing():
-    assert [plans.kept(100, 0.29), plans.kept(9, 0.9), plans.kept(5, 0.1), plans.kept(7, 1.0)] == [29, 8, 1, 7]
+    assert [layers.kept(100, 0.29), layers.kept(9, 0.9), layers.kept(5, 0.1), layers.kept(7, 1.0)] == [29, 8, 1, 7]
 
 
 def test_kinds_are_the_different_clients_of_several_plans():
@@ -148,13 +148,13 @@ def test_kinds_are_the_different_clients_of_several_plans():
 def test_a_plan_as_data_says_which_branch_and_which_ratio():
     assert plans.everything(FIVE, 1).trained.tolist() == [[True] * 5]
     plan = plans.lower_b(FIVE, 6, keep=np.array([0.7, 0.5, 0.7, 1.0, 0.5, 0.5]))
-    found = plans.assigned(plan, plan, np.zeros(6, int), jnp.arange(6)[::-1])
+    found = layers.assigned(plan, plan, np.zeros(6, int), jnp.arange(6)[::-1])
     np.testing.assert_array_equal(found.trained, plan.trained[::-1])
-    np.testing.assert_array_equal(plans.layer_sets(plan)[found.layer_set], plan.trained[::-1])
-    np.testing.assert_array_equal(plans.ratios(plan)[found.ratio], plan.keep[::-1])
-    plans.check_clients(plan, 6)
+    np.testing.assert_array_equal(layers.layer_sets(plan)[found.layer_set], plan.trained[::-1])
+    np.testing.assert_array_equal(layers.ratios(plan)[found.ratio], plan.keep[::-1])
+    layers.check_clients(plan, 6)
     with pytest.raises(ValueError, match="ids: 2 clients, but the plan is for 6"):
-        plans.check_clients(plan, 2)
+        layers.check_clients(plan, 2)
 
 
 def test_plans_are_drawn_from_seed_0_and_prune_nothing_unless_told():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3
-from commjax.algorithms.fedp3 import aggregation, submodels
+from commjax.algorithms.fedp3 import aggregation, local_pruning, submodels
 from commjax.core import local
 from commjax.pruning import scores
 from tests.algorithms.fedp3_cases import DATA, GAMMA, HELD, IDS, KEY, MIXED, PARAMS, ROWS, N, loss
@@ -32,10 +32,10 @@ def test_bad_options_are_refused(how, words):
         ),
         ({"pruning": submodels.by_score({"z": scores.ri()})}, "score: no layer 'z'"),
         (
-            {"local_pruning": submodels.ordered(np.array([0.5, 0.7]))},
+            {"local_pruning": local_pruning.ordered(np.array([0.5, 0.7]))},
             "low: 2 ratios of local pruning; allowed: one number or one for each of 4",
         ),
-        ({"local_pruning": submodels.uniform(np.full(3, 0.5))}, "low: 3 ratios of local pruning"),
+        ({"local_pruning": local_pruning.uniform(np.full(3, 0.5))}, "low: 3 ratios of local pruning"),
     ],
 )
 def test_options_that_do_not_fit_the_plan_are_refused(how, words):
@@ -65,9 +65,9 @@ def test_a_plan_for_other_clients_or_params_is_refused():
 def test_bad_pruning_is_refused():
     for low in (0.0, 1.5, np.array([0.5, -1.0])):
         with pytest.raises(ValueError, match="allowed: 0 < low <= 1"):
-            submodels.uniform(low)
+            local_pruning.uniform(low)
     with pytest.raises(ValueError, match="levels=0; allowed: at least 1"):
-        submodels.ordered(0.5, 0)
+        local_pruning.ordered(0.5, 0)
     with pytest.raises(ValueError, match=r"steps=-1, stepsize=1\.0; allowed"):
         aggregation.attention(HELD, steps=-1)
     with pytest.raises(ValueError, match=r"stepsize=0\.0; allowed"):

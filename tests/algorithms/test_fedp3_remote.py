@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3
-from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
+from commjax.algorithms.fedp3 import aggregation, layers, local_pruning, plans, submodels
 from commjax.federation.exchange import Contract
 from commjax.problems import quadratic
 from tests.federation import test_exchange
@@ -30,7 +30,7 @@ WAYS = {
         {"others": "masked", "aggregate": aggregation.weighted()},
     ),
     "random, free, a cohort": (0.6, {"pruning": submodels.random(), "others": "free", "cohort": 3}),
-    "blocks of ordered dropout": (0.6, {"local_pruning": submodels.ordered(0.5, 1, everywhere=True)}),
+    "blocks of ordered dropout": (0.6, {"local_pruning": local_pruning.ordered(0.5, 1, everywhere=True)}),
     "released, own heads": (0.9, {"others": "free", "local_head": True}),
 }
 

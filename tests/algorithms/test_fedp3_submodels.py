@@ -60,7 +60,7 @@ def test_random_masks_differ_between_clients_and_rounds_and_cost_no_positions():
 
 @pytest.mark.parametrize("kind, others", [("uniform", "frozen"), ("ordered", "masked")])
 def test_local_pruning_acts_on_the_layers_outside_l_i_only(kind, others):
-    how = {"steps": 2, "others": others, "local_pruning": getattr(submodels, kind)(0.4, 3)}
+    how = {"steps": 2, "others": others, "local_pruning": getattr(local_pruning, kind)(0.4, 3)}
     pruned, plain = one_round(over=jax.vmap, **how)[0], one_round(over=jax.vmap, steps=2, others=others)[0]
     assert np.abs(pruned.server.params["c"]["kernel"] - plain.server.params["c"]["kernel"]).max() > 1e-4
     whole, _ = one_round("everything", over=jax.vmap, **how)
@@ -71,14 +71,14 @@ def test_local_pruning_acts_on_the_layers_outside_l_i_only(kind, others):
 def test_ordered_dropout_keeps_the_first_inputs_and_outputs_and_both_ends_whole():
     plan = plans.plan(LAYERS, [["c"]])
     ones = jax.tree.map(jnp.ones_like, PARAMS)
-    half = submodels.ordered(0.5, 1, everywhere=True)
-    found = submodels.local_submodel(plan, half, KEY, 0, plan.trained[0], ones)
+    half = local_pruning.ordered(0.5, 1, everywhere=True)
+    found = local_pruning.local_submodel(plan, half, KEY, 0, plan.trained[0], ones)
     a, b, c = (np.asarray(found[name]["kernel"]) for name in "abc")
     assert a[:, :2].all() and not a[:, 2:].any()  # 5 inputs whole, 2 of 4 outputs
     assert b[:2, :2].all() and b.sum() == 4  # 2 of 4, ceil(1.5) of 3
     assert c[:2].all() and not c[2:].any()  # ceil(1.5) of 3 inputs, the outputs whole
     assert found["a"]["bias"].tolist() == [1, 1, 0, 0] and found["c"]["bias"].tolist() == [1, 1]
-    own = submodels.local_submodel(plan, submodels.ordered(0.5, 1), KEY, 0, plan.trained[0], ones)
+    own = local_pruning.local_submodel(plan, local_pruning.ordered(0.5, 1), KEY, 0, plan.trained[0], ones)
     np.testing.assert_array_equal(own["c"]["kernel"], ones["c"]["kernel"])
     np.testing.assert_array_equal(own["a"]["kernel"], a)
 
@@ -91,8 +91,8 @@ def test_ordered_dropout_of_a_cnn_is_the_network_of_the_first_channels():
     """FjORD's submodel: half of the channels and features have the outputs of a network of half the width."""
     params = CNN.init(jax.random.key(0), IMAGES)["params"]
     names = layered.layers(params)
-    half = submodels.ordered(0.5, 1, everywhere=True)
-    cut = submodels.local_submodel(plans.everything(names, 1), half, KEY, 0, np.ones(5, bool), params)
+    half = local_pruning.ordered(0.5, 1, everywhere=True)
+    cut = local_pruning.local_submodel(plans.everything(names, 1), half, KEY, 0, np.ones(5, bool), params)
     small: Any = {
         "conv1": {"kernel": params["conv1"]["kernel"][..., :2], "bias": params["conv1"]["bias"][:2]},
         "conv2": {"kernel": params["conv2"]["kernel"][:, :, :2, :2], "bias": params["conv2"]["bias"][:2]},
@@ -107,14 +107,14 @@ def test_ordered_dropout_of_a_cnn_is_the_network_of_the_first_channels():
     # An image of 2 x 2 places: channel c of a place is input 4 place + c.
     wide = {"a": jnp.ones((3, 3, 1, 4)), "b": jnp.ones((16, 6)), "c": jnp.ones((6, 2))}
     plan = plans.everything(layers.named(wide, final="c"), 1)
-    found = submodels.local_submodel(plan, half, KEY, 0, plan.trained[0], wide)
+    found = local_pruning.local_submodel(plan, half, KEY, 0, plan.trained[0], wide)
     assert np.flatnonzero(np.asarray(found["b"])[:, 0]).tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
 
 
 def test_uniform_pruning_keeps_each_weight_with_probability_q():
     big = {"a": {"kernel": jnp.ones((300, 201)), "bias": jnp.ones(201)}, "c": {"kernel": jnp.ones((201, 2))}}
     plan = plans.plan(layers.named(big, final="c"), [["c"]])
-    found = submodels.local_submodel(plan, submodels.uniform(0.3, 1), KEY, 0, plan.trained[0], big)
+    found = local_pruning.local_submodel(plan, local_pruning.uniform(0.3, 1), KEY, 0, plan.trained[0], big)
     assert abs(float(found["a"]["kernel"].mean()) - 0.3) < 0.01
     assert found["a"]["bias"].all() and found["c"]["kernel"].all()
 
@@ -125,17 +125,17 @@ def drawn(pruning, low, key):
 
 
 def test_ratios_are_uniform_on_an_even_grid_up_to_one():
-    pruning = submodels.uniform(np.array([0.4, 0.8]), 3)
+    pruning = local_pruning.uniform(np.array([0.4, 0.8]), 3)
     draws = jax.vmap(lambda key: drawn(pruning, 0, key))(jax.random.split(KEY, 900))
     values, counts = np.unique(np.round(np.asarray(draws), 12), return_counts=True)
     np.testing.assert_allclose(values, [0.4, 0.7, 1.0])
     assert counts.min() > 240
-    assert float(drawn(submodels.ordered(np.array([0.4, 0.8]), 1), 1, KEY)) == 0.8
+    assert float(drawn(local_pruning.ordered(np.array([0.4, 0.8]), 1), 1, KEY)) == 0.8
 
 
 def test_fjord_s_submodels_are_a_configuration():
     # HeteroFL's widths, one a client: what is outside the submodel comes back as it was.
-    widths = submodels.ordered(np.full(N, 0.5), 1, everywhere=True)
+    widths = local_pruning.ordered(np.full(N, 0.5), 1, everywhere=True)
     state, _ = played("everything", local_pruning=widths)
     moved = jax.tree.map(lambda new, old: np.asarray(new != old), state.server.params, PARAMS)
     assert moved["b"]["kernel"][:2, :2].all() and moved["b"]["kernel"].sum() == 4
@@ -145,7 +145,7 @@ def test_fjord_s_submodels_are_a_configuration():
 def test_the_smallest_ratio_can_be_the_keep_ratio():
     keep = np.array([0.5, 0.9, 0.5, 0.7])
     plan = plans.everything(LAYERS, N)._replace(keep=keep)
-    for make in (submodels.uniform, submodels.ordered):
+    for make in (local_pruning.uniform, local_pruning.ordered):
         ours, theirs = make("keep", 3), make(keep, 3)
         np.testing.assert_array_equal(local_pruning._grid(ours, plan), local_pruning._grid(theirs, plan))
         numbers = local_pruning.low_numbers(ours, plan, plan)
@@ -154,4 +154,4 @@ def test_the_smallest_ratio_can_be_the_keep_ratio():
 
 def test_another_word_than_keep_is_refused():
     with pytest.raises(ValueError, match="low='least'; allowed: 'keep', or numbers"):
-        local_pruning._checked(submodels.fixed()._replace(low="least"))
+        local_pruning._checked(local_pruning.fixed()._replace(low="least"))

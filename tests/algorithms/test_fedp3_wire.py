@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3
-from commjax.algorithms.fedp3 import plans, submodels
+from commjax.algorithms.fedp3 import local_pruning, plans, submodels
 from commjax.algorithms.fedp3 import wire as fedp3_wire
 from commjax.core import tree
 from tests.algorithms.fedp3_cases import (
@@ -92,7 +92,7 @@ def test_of_a_large_layer_as_many_weights_are_kept_as_the_ledger_charges():
 
 
 def test_an_ordered_submodel_of_one_width_travels_alone_and_is_what_the_ledger_counts():
-    widths = submodels.ordered(np.array([0.5, 1.0, 0.5, 0.75]), 1, everywhere=True)
+    widths = local_pruning.ordered(np.array([0.5, 1.0, 0.5, 0.75]), 1, everywhere=True)
     plan = plans.everything(LAYERS, N)
     how = {"steps": 2, "local_pruning": widths}
     state, metrics = played("everything", **how)
@@ -106,16 +106,16 @@ def test_an_ordered_submodel_of_one_width_travels_alone_and_is_what_the_ledger_c
         form = fedp3_wire.format_of(plan, i, PARAMS, pruning=submodels.magnitude(), local=widths)
         parts.append(fedp3_wire.read_up(form, up, PARAMS))
         low = [0, 2, 0, 1][i]  # of 0.5, 0.75 and 1
-        wanted = submodels.local_submodel(plan, widths, KEY, low, plan.trained[i], PARAMS)
+        wanted = local_pruning.local_submodel(plan, widths, KEY, low, plan.trained[i], PARAMS)
         close(fedp3_wire.read_down(form, down, PARAMS), wanted, rtol=0)
     # Half of 5-4-3-2: 5 x 2 + 2, 2 x 2 + 2 and 2 x 2 + 2 numbers.
     assert ledger["up"][0] == 64 * (12 + 6 + 6) and ledger["up"][1] == 64 * tree.size(PARAMS)
     assert metrics.bits_up == ledger["up"].mean() and metrics.bits_down == ledger["down"].mean()
     close(state.server.params, jax.tree.map(lambda *rows: sum(rows) / N, *parts))
-    some = submodels.ordered(0.5, 1)  # layers outside L_i only; where P_i prunes, its mask is what travels
+    some = local_pruning.ordered(0.5, 1)  # layers outside L_i only; where P_i prunes, its mask is what travels
     drawn = fedp3.ledger(MIXED, PARAMS, local_pruning=some)
     plain = fedp3.ledger(MIXED, PARAMS)
     np.testing.assert_array_equal(drawn["up"], plain["up"])
     assert drawn["down"][3] == plain["down"][3] and (drawn["down"][:3] < plain["down"][:3]).all()
-    several = submodels.ordered(0.5, 3, everywhere=True)
+    several = local_pruning.ordered(0.5, 3, everywhere=True)
     np.testing.assert_array_equal(fedp3.ledger(plan, PARAMS, local_pruning=several)["up"], 64 * tree.size(PARAMS))

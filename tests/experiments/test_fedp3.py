@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from commjax.algorithms import fedp3 as algorithms
-from commjax.algorithms.fedp3 import local_pruning, plans
+from commjax.algorithms.fedp3 import layers, local_pruning, plans
 from commjax.core.records import Record
 from commjax.core.runner import DivergedError
 from experiments.bench import fedp3 as bench
 from experiments.fedp3 import commands as fedp3
-from experiments.fedp3 import plans as fedp3_plans
+from experiments.fedp3 import counts
 from experiments.fedp3 import runs as fedp3_runs
 from experiments.fedp3 import task as fedp3_task
-from experiments.fedp3.plans import Run
-from experiments.fedp3.task import Settings
+from experiments.fedp3.task import Run, Settings
 from experiments.scorecard.claims import fedp3 as claims
 
 
@@ -151,7 +150,7 @@ def test_the_resnet_command_wants_a_resnet(pretended, settings, tmp_path):
 
 
 def test_counts_are_the_thesis_s_and_need_no_training(settings):
-    rows = {(row["network"], row["keep"]): row for row in fedp3.parameter_counts(settings)}
+    rows = {(row["network"], row["keep"]): row for row in counts.parameter_counts(settings)}
     assert rows["CIFAR10", 0.5]["total"] == 2_804_544 and rows["EMNIST-L", 0.9]["total"] == 2_910_208
     assert round(rows["CIFAR10", 0.5]["deployed spread"], 2) == 57.93
     assert rows["CIFAR10", 0.9]["kbit up"][0] == 32 * 15104 / 1000
@@ -181,28 +180,28 @@ def test_models_have_the_layers_that_plans_need(settings):
     for model, depth in (("mlp", 5), ("cnn", 5), ("resnet", 18)):
         task = fedp3_task.load(fedp3_task.data_of(replace(settings, model=model)), "class")
         assert len(task.layers.names) == depth
-        assert fedp3_plans.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
+        assert fedp3_task.plan_of(Run("x", counts=(3,)), task.layers, 6, 0).trained.sum(axis=1).tolist() == [4] * 6
     table = fedp3_task.module_of(replace(settings, model="table"))
     assert (table.width, table.hidden, table.side) == (64, 1024, 32)
 
 
 def test_expected_shares_are_means_over_plans():
     sizes = np.array([5, 7, 11, 3])
-    names = fedp3.Layers(tuple("abcd"), (0, 1, 2, 3))
+    names = layers.Layers(tuple("abcd"), (0, 1, 2, 3))
     drawn = plans.uplink_sizes(plans.opu(names, 20000, 2), sizes).mean() / sizes.sum()
-    assert fedp3.expected_share(sizes, 2) == pytest.approx(drawn, rel=0.01)
+    assert counts.expected_share(sizes, 2) == pytest.approx(drawn, rel=0.01)
 
 
 def test_expected_bits_are_means_over_plans(settings):
     task = fedp3_task.load(fedp3_task.data_of(settings), "class")
     params = task.problem.init(jax.random.key(0), task.train.inputs[0, :1])
     for run in (Run("x", counts=(1, 3), keep=0.6), Run("y", counts=(2,), keep=0.5, local="ordered", low=0.5)):
-        found = fedp3_plans.expected_bits(run, task.layers, params, 4)
-        plan, pruning = fedp3_plans.plan_of(run, task.layers, 4000, 1), fedp3_plans.local_pruning(run, 4000)
+        found = fedp3_task.expected_bits(run, task.layers, params, 4)
+        plan, pruning = fedp3_task.plan_of(run, task.layers, 4000, 1), fedp3_task.local_pruning(run, 4000)
         drawn = algorithms.ledger(plan, params, local_pruning=pruning)
         for way in ("up", "down"):
             assert found[way] == pytest.approx(drawn[way].mean(), rel=0.02)
-    widths = fedp3_plans.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
+    widths = fedp3_task.expected_bits(Run("h", keep=1.0, local="heterofl", low=0.5), task.layers, params, 10)
     assert widths["up"] == widths["down"] < 0.9 * 32 * (64 * 8 + 3 * 8 * 8 + 8 * 10)
 
 
@@ -219,16 +218,16 @@ def test_expected_bits_are_means_over_plans(settings):
     ids=lambda run: run.name,
 )
 def test_a_program_serves_the_plans_of_all_seeds_and_of_runs_that_are_alike(settings, run):
-    names = fedp3.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
-    program = fedp3_plans.program_of(run, settings)
-    shared = fedp3_plans.program_plan(program, settings, names, 6)
-    ours = fedp3_plans.local_pruning(program, 6, settings)
+    names = layers.Layers(tuple("abcde"), (0, 1, 2, 3, 4))
+    program = fedp3_task.program_of(run, settings)
+    shared = fedp3_task.program_plan(program, settings, names, 6)
+    ours = fedp3_task.local_pruning(program, 6, settings)
     for seed in range(settings.seeds):
-        plan = fedp3_plans.plan_of(run, names, 6, seed)
-        found = plans.assigned(shared, plan, local_pruning.low_numbers(ours, shared, plan), jnp.arange(6))
+        plan = fedp3_task.plan_of(run, names, 6, seed)
+        found = layers.assigned(shared, plan, local_pruning.low_numbers(ours, shared, plan), jnp.arange(6))
         np.testing.assert_array_equal(found.trained, plan.trained)
-        np.testing.assert_array_equal(plans.ratios(shared)[found.ratio], plan.keep)
-        wanted = fedp3_plans.local_pruning(run, 6)
+        np.testing.assert_array_equal(layers.ratios(shared)[found.ratio], plan.keep)
+        wanted = fedp3_task.local_pruning(run, 6)
         assert ours._replace(low=0) == wanted._replace(low=0)
         np.testing.assert_array_equal(local_pruning.lows(ours, shared)[found.low], np.full(6, wanted.low))
 

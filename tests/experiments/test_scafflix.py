@@ -64,11 +64,8 @@ def test_the_driver_leaves_a_table_a_figure_and_records(accelerated, settings):
     assert record.metrics["loss"].shape[:2] == (2, 2) and set(np.unique(record.metrics["bits_up"])) == {0.0, 30 * 64}
 
 
-def test_a_finished_command_is_not_run_twice(accelerated, settings, monkeypatch):
-    def again(*inputs, **options):
-        raise AssertionError("a finished run was run again")
-
-    monkeypatch.setattr(scafflix_runs.runner.compiled, "sweep_in_place", again)
+def test_a_finished_command_is_not_run_twice(accelerated, settings, no_sweep):
+    no_sweep()
     assert scafflix.double_acceleration(settings) == accelerated
 
 

@@ -25,21 +25,21 @@ class Normal(NamedTuple):
 
 
 def gaussian(outputs: Float[Array, "b zz"]) -> Normal:
-    """A normal distribution from the outputs of a network.
+    """Read the means and standard deviations of the features from the outputs of a network.
 
     Args:
-        outputs: the means in the first half of the last axis; in the second half numbers whose softplus are the
-            standard deviations.
+        outputs: [b, 2 z] for b rows.  The first z columns are the means; the softplus of the others are the standard
+            deviations.
 
     Returns:
-        The distribution.
+        The distribution of z features for each row.
     """
     mean, raw = jnp.split(outputs, 2, axis=-1)
     return Normal(mean, jax.nn.softplus(raw))
 
 
 def divergence(q: Normal, p: Normal) -> Float[Array, "*rows"]:
-    """KL(q || p), summed over features.
+    """Return the divergence KL(q || p) of each row, summed over the features.
 
     >>> divergence(Normal(jnp.zeros(2), jnp.ones(2)), Normal(jnp.ones(2), jnp.ones(2))).item()
     1.0
@@ -49,14 +49,29 @@ def divergence(q: Normal, p: Normal) -> Float[Array, "*rows"]:
 
 
 class Experts(NamedTuple):
-    """A product of normal densities, which is normal: precisions add up, and so do precisions times means."""
+    """For each class a product of normal densities, which is normal again.
+
+    Attributes:
+        precision: sum of the precisions (1 / variance) of the factors.
+        weighted: sum of the precisions times the means of the factors.
+    """
 
     precision: Float[Array, "classes z"]
     weighted: Float[Array, "classes z"]
 
 
 def experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: int) -> Experts:
-    """For each class the product over the client's rows of that class."""
+    """Multiply, for each class, the feature distributions of the client's rows of that class.
+
+    Args:
+        features: distribution of the features of each row, [b, z].
+        targets: class of each row, [b].
+        real: whether each row is data, not padding, [b].
+        classes: number of classes.
+
+    Returns:
+        The products, [classes, z].
+    """
     belongs = (targets[None] == jnp.arange(classes, dtype=targets.dtype)[:, None]) & real[None]
     precision = 1 / features.scale**2
     chosen = belongs.astype(precision.dtype)
@@ -64,17 +79,21 @@ def experts(features: Normal, targets: Int[Array, "b"], real: Array, classes: in
 
 
 def product(experts: Experts) -> Normal:
-    """The product of the experts and one more, a standard normal."""
+    """Return the distribution of each class: the product of the experts and of a standard normal density."""
     precision = 1 + experts.precision
     return Normal(experts.weighted / precision, 1 / jnp.sqrt(precision))
 
 
 def known(hparams: Any, old: Normal, experts: Experts) -> Normal:
-    """The new r(z | y).  A class of which no client has a row keeps its distribution.
+    """Update the class distributions r(z | y), the distribution of the features z of class y over all clients.
+
+        r <- (1 - mix) r + mix product(experts)        for means and standard deviations
+
+    A class of which no client has a row keeps its distribution.
 
     Args:
         hparams: hyperparameters with `mix`.
-        old: r(z | y) before the round.
+        old: r(z | y) before the round, [classes, z].
         experts: the sum of `experts_of` over the clients.
 
     Returns:

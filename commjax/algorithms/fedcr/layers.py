@@ -10,10 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from commjax.algorithms.fedcr import method
 from commjax.algorithms.fedcr.distributions import Experts, known
 from commjax.algorithms.fedcr.method import HParams, Local, Network, Over, Server, check
-from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels
-from commjax.algorithms.fedp3 import wire as fedp3_wire
+from commjax.algorithms.fedp3 import aggregation, layers, submodels
 from commjax.algorithms.fedp3.aggregation import Uploads
-from commjax.algorithms.fedp3.plans import Assignment, Plan
+from commjax.algorithms.fedp3.layers import Assignment, Plan
 from commjax.algorithms.fedp3.submodels import Pruning
 from commjax.core import checks, local, rounds, tree
 from commjax.core.base import Algorithm, AxisName, Key, Metrics, Params, Spec, State
@@ -28,7 +27,7 @@ class Client(NamedTuple):
     Attributes:
         id: number of the client.
         head: the client's head.
-        plan: what the plan tells the client.
+        plan: the client's entry of the plan: the layers that it trains, and its keep ratio.
     """
 
     id: Int[Array, "*n"]
@@ -46,14 +45,15 @@ def fedcr_layers(
     cohort: int | None = None,
     over: Over = jax.vmap,
 ) -> Algorithm:
-    r"""FedP3's layers with FedCR's objective.
+    r"""FedCR in which client i trains only the layers L_i of the shared body, as in FedP3, and uploads only those.
 
-        down:           W^l for l in L_i,  P_i (.) W^l for the others
-        `steps` times:  FedCR's step on the client's own head and on the layers of L_i
+        down:           W^l for l in L_i,  P_i (.) W^l for the other layers l of the body
+        `steps` times:  FedCR's step on the client's head and on the layers of L_i
         up:             the layers of L_i, without the head
         W^l <- the mean over the clients that train layer l
 
-    The class distributions are sent up and down as in `fedcr`.
+    W^l are the weights of layer l, and P_i is the pruning mask of client i.  The class distributions are sent up and
+    down as in `fedcr`.  If every client trains all layers, this is FedCR.
 
     Args:
         network: the network.
@@ -61,16 +61,15 @@ def fedcr_layers(
             head.
         sample: `sample(key, data)` returns the rows of one client's data for one step.
         steps: number of local steps in a round.
-        pruning: P_i; None is `submodels.magnitude()`.
+        pruning: makes the masks P_i; None is `submodels.magnitude()`.
         cohort: number of clients that take part in a round, drawn at random; None is all of them.
         over: maps the local training over the clients: `jax.vmap`, or `rounds.one_by_one` for large models.
 
     Returns:
         The algorithm.  Its `init(params, ids, plan=None)` takes the plan of the run, as that of `fedp3` does.
 
-    Thesis: Fig. 4.2 (right).
-    Holds if: all layers are trained: FedCR.
-    Differs: the thesis says nothing of how the two are joined; this is `fedcr` where gradients outside L_i are dropped.
+    Thesis: Fig. 4.2 (right), FedCR-OPU3.
+    Differs: the thesis does not say how the two methods are combined.  Here `fedcr` drops the gradients outside L_i.
     """
     rounds.check_cohort(cohort)
     if steps < 1:
@@ -124,15 +123,15 @@ def _init(
             f"plan: the final layer {compiled.layers.names[-1]!r} is not the head; allowed: the head alone"
         )
     run = compiled if plan is None else plan
-    plans.check_clients(run, len(ids))
+    layers.check_clients(run, len(ids))
     submodels.check(compiled, pruning, params)
-    rows = plans.assigned(compiled, run, np.zeros(len(run.keep), int), ids)
+    rows = layers.assigned(compiled, run, np.zeros(len(run.keep), int), ids)
     return State(server, Client(ids, tree.repeat(params["head"], len(ids)), rows))
 
 
 def _tables(plan: Plan, server: Server, pruning: Pruning) -> tuple[np.ndarray, np.ndarray]:
-    """Bits up and bits down of every kind of client (`fedp3.wire.tables`)."""
-    up, down = fedp3_wire.tables(plan, server.params, pruning=pruning, local_head=True)
+    """Bits up and bits down of every kind of client (`submodels.bit_tables`)."""
+    up, down = submodels.bit_tables(plan, server.params, pruning=pruning, local_head=True)
     classes = rounds.dense_bits(server.classes)
     return up - rounds.dense_bits(server.params["head"]) + classes, down + classes
 
@@ -152,6 +151,6 @@ def ledger(plan: Plan, server: Server, pruning: Pruning | None = None) -> dict[s
         {"up": bits up [n], "down": bits down [n]}.
     """
     up, down = _tables(plan, server, pruning or submodels.magnitude())
-    rows = plans.assigned(plan, plan, np.zeros(len(plan.keep), int), jnp.arange(len(plan.keep)))
+    rows = layers.assigned(plan, plan, np.zeros(len(plan.keep), int), jnp.arange(len(plan.keep)))
     kind = tuple(np.asarray(column) for column in (rows.layer_set, rows.ratio, rows.low))
     return {"up": up[kind], "down": down[kind]}

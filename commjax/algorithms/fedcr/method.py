@@ -95,7 +95,7 @@ class Network(NamedTuple):
 
 
 def blank(network: Network, params: Params) -> Server:
-    """The server before the first round: every class has the standard normal distribution.
+    """Return the server's state before the first round: every class has the standard normal distribution.
 
     Args:
         network: the network.
@@ -131,7 +131,7 @@ class Local(NamedTuple):
 
 
 def train(network: Network, sample: Sample, steps: int, work: Local) -> tuple[Params, Float[Array, "steps"]]:
-    """The local steps of one client.
+    """Take the local steps of one client.
 
     Args:
         network: the network.
@@ -165,7 +165,7 @@ def train(network: Network, sample: Sample, steps: int, work: Local) -> tuple[Pa
 
 
 def experts_of(network: Network, model: Params, data: Any) -> Experts:
-    """What a client knows about each class: the product of the feature distributions of its rows.
+    """Return what a client uploads about each class: the product of the feature distributions of its rows.
 
     Args:
         network: the network.
@@ -186,9 +186,10 @@ def fedcr(
     cohort: int | None = None,
     over: Over = jax.vmap,
 ) -> Algorithm:
-    r"""FedCR (Zhang et al., ICML 2023).
+    r"""FedCR (Zhang et al., ICML 2023): a shared stochastic body, a head per client, shared class distributions.
 
-    Features are drawn, z ~ N(mu_W(x), sigma_W(x)^2), and each client has its own head.  In every round:
+    The body W maps an input x to random features z ~ N(mu_W(x), sigma_W(x)^2); the head of client i maps z to scores.
+    r(z | y) is the distribution of the features of class y over all clients.  In every round:
 
         `steps` times, on rows (x, y):
             (W_i, head_i) <- SGD step on  CE(head_i(z), y) + beta KL(r(. | y) || N(mu_W(x), sigma_W(x)^2))
@@ -211,12 +212,11 @@ def fedcr(
         The algorithm.  Its `init(params, ids)` takes params {"body", "head"}.  The data are `data.stacked.Examples`.
 
     Thesis: comparator of Fig. 4.2.
-    Holds if: gradients are shortened to `clip` (F27).  In mu the divergence has the curvature beta / sigma^2, and it
-    pulls sigma towards the deviations of r, which as products are some hundredths: steps on mu itself overshoot where
-    sigma < sqrt(stepsize beta / 2), sigma shrinks again, and a few steps later nothing is finite.  The released code
-    shortens them too, to 10.
-    Differs: r_i is the product over all rows of the client with its final body, where the released code takes it batch
-    by batch during the last epoch.
+    Holds if: gradients are clipped to `clip` (erratum F27 in docs/errata.md).  The divergence pulls sigma towards the
+    small standard deviations of r, and its curvature in mu is beta / sigma^2.  Where sigma < sqrt(stepsize beta / 2), a
+    step without clipping overshoots, and the numbers become infinite after a few steps.  The released code clips to 10.
+    Differs: r_i is the product over all rows of the client, with the body after the last step.  The released code
+    multiplies batch by batch during the last epoch.
     """
     rounds.check_cohort(cohort)
     if steps < 1:
@@ -230,7 +230,7 @@ def fedcr(
         model, losses = train(network, sample, steps, Local(round.client_key, hparams, server.classes, start, data))
         told = experts_of(network, model, data)
         members = round.n if cohort is None else cohort
-        # The server takes the mean of the messages; the factor turns the mean of the experts into their sum.
+        # The server averages the messages.  The factor turns the mean of the experts into their sum.
         message = tree.sub(model["body"], server.params["body"]), tree.scale(members, told)
         return Client(client.id, model["head"]), round.send(message), losses[0]
 
@@ -260,7 +260,7 @@ def bits_down(server: Any) -> int:
 
 
 def _download() -> Codec:
-    """The body and the classes; a client reads None for the head, which is not sent."""
+    """Codec of the download: the body and the class distributions.  A client reads None for the head."""
 
     def write(key: Key, server: Any, ids: list[int], n: int) -> list[bytes]:
         return [wire.encode_tree((server.params["body"], server.classes))] * len(ids)
@@ -273,7 +273,7 @@ def _download() -> Codec:
 
 
 def _upload() -> Codec:
-    """The change of the body and the experts, which have as many numbers as the body and the classes."""
+    """Codec of the upload: the change of the body, and the experts, which have the shapes of the distributions."""
 
     def read(key: Key, data: bytes, server: Any, id: int, n: int) -> tuple[Params, Experts]:
         return wire.decode_tree(data, (server.params["body"], Experts(*server.classes)))
@@ -282,7 +282,9 @@ def _upload() -> Codec:
 
 
 def deployed(server: Any, client: Any) -> Params:
-    """The model that a client deploys: the shared body and its own head, applied to the mean features.
+    """Return the model that a client deploys: the shared body and the client's head.
+
+    To predict, apply the head to the mean features, without drawing.
 
     Args:
         server: the server's state.

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
-from commjax.algorithms.fedp3.layers import Layers, by_leaf
-from commjax.algorithms.fedp3.plans import Assignment
+from commjax.algorithms.fedp3.layers import Assignment, Layers, by_leaf
 from commjax.core import rounds, tree
 from commjax.core.base import AxisName, Metrics, Params
 
@@ -169,19 +168,7 @@ class Uploads(NamedTuple):
     members: int = 1
 
 
-class Step(NamedTuple):
-    """The step of the server.
-
-    Attributes:
-        move: sum_i a_il (W_i^l - W^l), a pytree like the params.
-        logits: b after the round, [m, layers].
-    """
-
-    move: Params
-    logits: Float[Array, "m l"]
-
-
-def aggregated(rule: Aggregation, loss: Loss, layers: Layers, params: Params, uploads: Uploads) -> Step:
+def aggregated(rule: Aggregation, loss: Loss, layers: Layers, params: Params, uploads: Uploads) -> tuple[Params, Array]:
     """Learn the logits, if the rule says so, and average the layers.
 
     Args:
@@ -192,10 +179,10 @@ def aggregated(rule: Aggregation, loss: Loss, layers: Layers, params: Params, up
         uploads: what the clients sent.
 
     Returns:
-        The step of the server and the new logits.
+        The step of the server, sum_i a_il (W_i^l - W^l), a pytree like the params; and b after the round, [m, layers].
     """
     logits = learned(rule, loss, layers, params, uploads)
-    return Step(mean_move(layers, uploads._replace(logits=logits)), logits)
+    return mean_move(layers, uploads._replace(logits=logits)), logits
 
 
 def mean_move(layers: Layers, uploads: Uploads) -> Params:
@@ -248,7 +235,7 @@ def mean_metrics(
 
     Args:
         losses: one for each client of the round.
-        bits: bits up and bits down of every kind of client (`wire.tables`).
+        bits: bits up and bits down of every kind of client (`submodels.bit_tables`).
         plan: what the plan tells the clients of the round.
         uploads: which clients take part, and on which device axis they are.
         n: number of clients.

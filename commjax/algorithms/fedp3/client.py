@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from commjax.algorithms.fedp3 import layers, local_pruning, plans, submodels
+from commjax.algorithms.fedp3 import layers, local_pruning, submodels
 from commjax.algorithms.fedp3.aggregation import Loss
+from commjax.algorithms.fedp3.layers import Assignment, Plan
 from commjax.algorithms.fedp3.local_pruning import LocalPruning
-from commjax.algorithms.fedp3.plans import Assignment, Plan
 from commjax.algorithms.fedp3.submodels import Pruning, ServerMasks
 from commjax.core import local, rounds, tree
 from commjax.core.base import Key, Params
@@ -144,7 +144,7 @@ class ClientSide:
         Returns:
             The model, which equals W outside L_i, and the loss of the first step.
         """
-        sets = plans.layer_sets(self.plan)
+        sets = layers.layer_sets(self.plan)
 
         def branch(mine: Any, differentiated: np.ndarray, key: Key, client: Client, data: PyTree) -> Any:
             work = LocalWork(client_keys(key, self.steps), hparams, download, client, data)

@@ -1,4 +1,6 @@
-"""A network's params as named layers: the leaves of each layer, their sizes, and parts of a tree.
+"""A network's params as named layers, and what each client does with a layer.
+
+`commjax.algorithms.fedp3.plans` makes the plans.
 
 A part of a tree has None for each leaf that is left out.  `jax.tree` functions and gradients skip None.
 """
@@ -7,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from commjax.core.base import Params
 
@@ -188,3 +191,88 @@ def _totals(layers: Layers, amounts: Sequence[int]) -> np.ndarray:
     total = np.zeros(len(layers.names), np.int64)
     np.add.at(total, list(layers.of), amounts)
     return total
+
+
+class Plan(NamedTuple):
+    """What the server specifies before the first round.  The functions of `plans` make validated plans.
+
+    Attributes:
+        layers: the layers of the network.
+        trained: L_i, whether client i trains layer l.
+        keep: keep ratio of P_i, for the layers outside L_i.
+    """
+
+    layers: Layers
+    trained: Bool[np.ndarray, "n l"]
+    keep: Float[np.ndarray, "n"]
+
+
+class Assignment(NamedTuple):
+    """What a plan tells each client, as data of the round.
+
+    A compiled program has a branch for each distinct layer set and a mask for each distinct ratio.  The numbers say
+    which of them a client uses.
+
+    Attributes:
+        trained: L_i, whether the client trains layer l.
+        layer_set: number of L_i in `layer_sets`.
+        ratio: number of the keep ratio in `ratios`.
+        low: number of the smallest ratio of local pruning in `local_pruning.lows`.
+    """
+
+    trained: Bool[Array, "*n l"]
+    layer_set: Int[Array, "*n"]
+    ratio: Int[Array, "*n"]
+    low: Int[Array, "*n"]
+
+
+def layer_sets(plan: Plan) -> Bool[np.ndarray, "s l"]:
+    """The distinct layer sets L_i of a plan."""
+    return np.unique(plan.trained, axis=0)
+
+
+def ratios(plan: Plan) -> Float[np.ndarray, "r"]:
+    """The distinct keep ratios of a plan, in ascending order."""
+    return np.unique(plan.keep)
+
+
+def assigned(compiled: Plan, plan: Plan, low: Int[np.ndarray, "n"], ids: Int[Array, "m"]) -> Assignment:
+    """A plan as data of a program.
+
+    Args:
+        compiled: the plan that the program is compiled for.  Its layer sets and keep ratios must include those of
+            `plan`.
+        plan: the plan of this run.
+        low: for each client of `plan`, the number of its smallest ratio of local pruning.
+        ids: the clients whose rows are wanted.
+
+    Returns:
+        The rows of these clients.
+    """
+    if plan.layers != compiled.layers:
+        raise ValueError(f"plan has the layers {plan.layers}; allowed: those of the method, {compiled.layers}")
+    same_set = (plan.trained[:, None] == layer_sets(compiled)[None]).all(axis=-1)
+    same_ratio = plan.keep[:, None] == ratios(compiled)[None]
+    for client in np.flatnonzero(~same_set.any(axis=1)):
+        names = [name for name, yes in zip(plan.layers.names, plan.trained[client], strict=True) if yes]
+        raise ValueError(f"plan: client {client} trains {names}; allowed: the layer sets of the method's plan")
+    for client in np.flatnonzero(~same_ratio.any(axis=1)):
+        raise ValueError(f"plan: client {client} has keep={plan.keep[client]}; allowed: {ratios(compiled).tolist()}")
+    numbers = (same_set.argmax(axis=1), same_ratio.argmax(axis=1), low)
+    columns = (jnp.asarray(plan.trained), *(jnp.asarray(column, jnp.int32) for column in numbers))
+    return Assignment(*(column[ids] for column in columns))
+
+
+def check_clients(plan: Plan, clients: int) -> None:
+    """Raise a ValueError unless the plan is for this number of clients."""
+    if clients != len(plan.keep):
+        raise ValueError(f"ids: {clients} clients, but the plan is for {len(plan.keep)}")
+
+
+def kept(size: int, ratio: float) -> int:
+    """Number of weights that a keep ratio leaves: floor(ratio * size), at least 1.
+
+    >>> kept(10, 0.7), kept(3, 0.1)
+    (7, 1)
+    """
+    return max(1, int(ratio * size + 1e-9))

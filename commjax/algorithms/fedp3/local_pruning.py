@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from commjax.algorithms.fedp3.plans import Plan, ratios
+from commjax.algorithms.fedp3.layers import Plan, ratios
 from commjax.core.base import Key, Params
 
 Mask = Bool[Array, "..."]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from commjax.algorithms.fedavg import HParams, Server, check, server_step
-from commjax.algorithms.fedp3 import aggregation, layers, local_pruning, plans, submodels, wire
+from commjax.algorithms.fedp3 import aggregation, layers, local_pruning, submodels, wire
 from commjax.algorithms.fedp3.aggregation import Aggregation, Loss, Uploads
 from commjax.algorithms.fedp3.client import (
     Client,
@@ -23,8 +24,8 @@ from commjax.algorithms.fedp3.client import (
     check_rows,
     client_keys,
 )
-from commjax.algorithms.fedp3.local_pruning import LocalPruning
-from commjax.algorithms.fedp3.plans import Assignment, Plan
+from commjax.algorithms.fedp3.layers import Assignment, Plan
+from commjax.algorithms.fedp3.local_pruning import LocalPruning, fixed
 from commjax.algorithms.fedp3.submodels import Pruning
 from commjax.core import checks, local, rounds, tree
 from commjax.core.base import Algorithm, AxisName, Key, Metrics, Params, Spec, State
@@ -87,7 +88,7 @@ class Method(ClientSide):
         run = self.plan if plan is None else plan
         # A remote client calls init with its id alone (`commjax.federation.exchange`), so one id is always allowed.
         if len(ids) != 1:
-            plans.check_clients(run, len(ids))
+            layers.check_clients(run, len(ids))
         leaves = jax.tree.leaves(params)
         if len(self.plan.layers.of) != len(leaves):
             raise ValueError(f"params have {len(leaves)} leaves, the plan's layers {len(self.plan.layers.of)}")
@@ -99,7 +100,7 @@ class Method(ClientSide):
         if self.aggregate.steps:
             logits = jnp.asarray(self.aggregate.logits(run.trained), leaves[0].dtype)[ids]
         head = tree.repeat(layers.head(self.plan.layers, params), len(ids)) if self.local_head else None
-        clients = Client(ids, plans.assigned(self.plan, run, low, ids), head, logits)
+        clients = Client(ids, layers.assigned(self.plan, run, low, ids), head, logits)
         return State(Server(jnp.zeros((), jnp.int32), params), clients)
 
     def step(
@@ -123,9 +124,7 @@ class Method(ClientSide):
         move, logits = aggregation.aggregated(self.aggregate, self.loss, self.plan.layers, server.params, uploads)
         if self.aggregate.steps:
             clients = clients._replace(logits=logits)
-        bits = wire.tables(
-            self.plan, server.params, pruning=self.pruning, local=self.local_pruning, local_head=self.local_head
-        )
+        bits = submodels.bit_tables(self.plan, server.params, **self.format_options())
         metrics = aggregation.mean_metrics(losses, bits, present.plan, uploads, n)
         after = rounds.next_round(server, server_step(hparams, server, move))
         return State(after, cohort.put(state.clients, clients)), metrics
@@ -134,7 +133,7 @@ class Method(ClientSide):
         """The aggregation logits of clients, one row for each."""
         if self.aggregate.steps:
             return clients.logits
-        table = self.aggregate.logits(plans.layer_sets(self.plan))
+        table = self.aggregate.logits(layers.layer_sets(self.plan))
         return jnp.asarray(table, jnp.zeros(()).dtype)[clients.plan.layer_set]
 
     def _download(self, keys: rounds.RoundKeys, params: Params) -> Download:
@@ -165,13 +164,14 @@ class Method(ClientSide):
         format = self.format(row.plan, params)
         return Messages(wire.write_down(format, sent, masks), wire.write_up(format, model))
 
-    def format(self, assignment: Assignment, params: Params) -> wire.Format:
+    def format(self, assignment: Assignment, params: Params) -> submodels.Format:
         """The format of the messages of one client, from its part of the plan, without a client axis."""
-        keep = plans.ratios(self.plan)[assignment.ratio]
-        low = local_pruning.lows(self.local_pruning, self.plan)[assignment.low]
-        row = Plan(self.plan.layers, np.asarray(assignment.trained)[None], keep[None])
-        pruned = self.local_pruning._replace(low=float(low))
-        return wire.format_of(row, 0, params, pruning=self.pruning, local=pruned, local_head=self.local_head)
+        kind = (assignment.layer_set, assignment.ratio, assignment.low)
+        return submodels.kind_format(self.plan, kind, params, **self.format_options())
+
+    def format_options(self) -> dict[str, Any]:
+        """The options of `submodels.format_of`, `kind_format` and `bit_tables`."""
+        return {"pruning": self.pruning, "local": self.local_pruning, "local_head": self.local_head}
 
     def local_models(
         self,
@@ -247,7 +247,7 @@ def fedp3(
         sample: `sample(key, data)` returns the rows of one client's data for one step.
         steps: number of local steps in a round.
         pruning: P_i (`submodels`); None is `submodels.magnitude()`.
-        local_pruning: q, the pruning inside a local step (`submodels`); None is `submodels.fixed()`, no pruning.
+        local_pruning: q, the pruning inside a local step; None is `local_pruning.fixed()`, no pruning.
         aggregate: the weights a_il (`aggregation`); None is `aggregation.simple()`.
         others: what happens to the layers outside L_i during local training.  "frozen": they stay as they were sent.
             "masked": they are trained inside their masks, and the result is discarded.  "free": they are trained
@@ -273,7 +273,7 @@ def fedp3(
         sample,
         steps=steps,
         pruning=pruning or submodels.magnitude(),
-        local_pruning=local_pruning or submodels.fixed(),
+        local_pruning=local_pruning or fixed(),
         aggregate=aggregate or aggregation.simple(),
         others=others,
         local_head=local_head,
@@ -334,10 +334,6 @@ def ledger(
     Returns:
         {"up": bits up [n], "down": bits down [n]}.
     """
-    cut = pruning or submodels.magnitude()
-    formats = (
-        wire.format_of(plan, client, params, pruning=cut, local=local_pruning, local_head=local_head)
-        for client in range(len(plan.keep))
-    )
-    bits = [wire.bits(format, params) for format in formats]
-    return {way: np.array([getattr(client, way) for client in bits], np.float64) for way in ("up", "down")}
+    form = partial(submodels.format_of, pruning=pruning or submodels.magnitude(), local_head=local_head)
+    bits = [submodels.bits(form(plan, i, params, local=local_pruning)) for i in range(len(plan.keep))]
+    return {way: np.array(column, np.float64) for way, column in zip(("up", "down"), zip(*bits))}

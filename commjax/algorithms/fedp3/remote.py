@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from commjax.algorithms.fedavg import server_step
-from commjax.algorithms.fedp3 import aggregation, layers, plans, submodels, wire
+from commjax.algorithms.fedp3 import aggregation, layers, submodels, wire
 from commjax.algorithms.fedp3.aggregation import Uploads
 from commjax.algorithms.fedp3.client import Client, Download, client_keys
 from commjax.algorithms.fedp3.method import Method
@@ -72,7 +72,7 @@ class _Remote:
         server, clients = state
         trained, plan = clients.plan.trained, self.method.plan
         if not isinstance(trained, Tracer) and not isinstance(clients.id, Tracer):
-            keep = plans.ratios(plan)[np.asarray(clients.plan.ratio)]
+            keep = layers.ratios(plan)[np.asarray(clients.plan.ratio)]
             rows = np.asarray(clients.id)
             if not (np.array_equal(trained, plan.trained[rows]) and np.array_equal(keep, plan.keep[rows])):
                 raise ValueError("plan: remote clients follow the plan of the method; allowed: init with plan=None")
@@ -100,21 +100,13 @@ class _Remote:
         kept = server.logits.at[ids].set(logits) if learns else server.logits
         return server_step(hparams, server, move)._replace(logits=kept)
 
-    def _format(self, client: int, params: Params) -> wire.Format:
-        method = self.method
-        return wire.format_of(
-            method.plan,
-            client,
-            params,
-            pruning=method.pruning,
-            local=method.local_pruning,
-            local_head=method.local_head,
-        )
+    def _format(self, client: int, params: Params) -> submodels.Format:
+        return submodels.format_of(self.method.plan, client, params, **self.method.format_options())
 
     def _sent(self, key: Key, client: int, download: Download) -> tuple[Params, submodels.Masks]:
         """What the client receives, and its masks; `key` is the key of the round."""
         method, plan = self.method, self.method.plan
-        ratio = int(np.searchsorted(plans.ratios(plan), plan.keep[client]))
+        ratio = int(np.searchsorted(layers.ratios(plan), plan.keep[client]))
         masks_key = client_keys(jax.random.fold_in(key, client), method.steps).masks
         return submodels.sent(plan, plan.trained[client], masks_key, ratio, download.params, download.masks)
 
@@ -135,7 +127,7 @@ class _Remote:
         sent, masks = wire.read_sent(self._format(client, params), data, params, masks)
         if drawn:  # the local training draws the masks again
             return Download(sent, none)
-        number = len(plans.ratios(plan))
+        number = len(layers.ratios(plan))
         wanted = zip(masks, submodels.pruned_leaves(plan, params), jax.tree.leaves(params), strict=True)
         whole = [jnp.ones(leaf.shape, bool) if yes and mask is None else mask for mask, yes, leaf in wanted]
         return Download(sent, [None if mask is None else jnp.stack([mask] * number) for mask in whole])

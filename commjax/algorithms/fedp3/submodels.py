@@ -1,9 +1,9 @@
-"""What is left of a layer: P_i, the pruning of the layers that a client does not train.
+"""What a client is sent: P_i, the pruning of the layers that a client does not train, and the bits of its messages.
 
-Only arrays with at least two axes are pruned.  Biases and the scales of norms are sent whole.  The pruning Q_i of a
-local step is in `local_pruning`; its constructors `fixed`, `uniform` and `ordered` are also here.
+Only arrays with at least two axes are pruned.  The pruning Q_i of a local step is in `local_pruning`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,36 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from commjax.algorithms.fedp3.layers import check_names, paths_of
-from commjax.algorithms.fedp3.local_pruning import LocalPruning, fixed, local_submodel, ordered, uniform
-from commjax.algorithms.fedp3.plans import Plan, kept, ratios
-from commjax.compressors import selection
+from commjax.algorithms.fedp3 import local_pruning
+from commjax.algorithms.fedp3.layers import Plan, check_names, kept, layer_sets, paths_of, ratios
+from commjax.algorithms.fedp3.local_pruning import LocalPruning, fixed
+from commjax.compressors import selection, wire
 from commjax.core.base import Key, Params
 from commjax.pruning import masks, scores
 from commjax.pruning.scores import Score
 from commjax.pruning.statistics import Statistics
 
-__all__ = [
-    "LocalPruning",
-    "Pruning",
-    "by_score",
-    "check",
-    "client_mask",
-    "fixed",
-    "local_submodel",
-    "magnitude",
-    "masked",
-    "ordered",
-    "pruned_leaves",
-    "random",
-    "sent",
-    "server_masks",
-    "uniform",
-]
-
-# For each leaf one mask per distinct keep ratio, [ratios, ...]; None for a leaf without.
+# For each leaf: one mask per distinct keep ratio, [ratios, ...], and the mask of one client; None if it is sent whole.
 ServerMasks = Sequence[Array | None]
-# For each leaf the mask of one client; None for a leaf that is sent whole.
 Masks = Sequence[Array | None]
 # params -> statistics by the path of a kernel, such as "fc1/kernel"
 StatisticsOf = Callable[[Params], Mapping[str, Statistics]]
@@ -176,7 +157,7 @@ def client_mask(
     Args:
         plan: the plan.
         key: the client's key of the masks in this round.
-        ratio: number of the client's keep ratio in `plans.ratios`.
+        ratio: number of the client's keep ratio in `layers.ratios`.
         position: number of the leaf.
         leaf: the leaf.
         leaf_masks: the server's masks of this leaf (`server_masks`); None draws the mask from the key.
@@ -204,7 +185,7 @@ def sent(plan: Plan, mine: Any, key: Key, ratio: Any, params: Params, server: Se
         plan: the plan.
         mine: L_i, a bool for each layer; a NumPy array if it is static.
         key: the client's key of the masks in this round.
-        ratio: number of the client's keep ratio in `plans.ratios`.
+        ratio: number of the client's keep ratio in `layers.ratios`.
         params: W.
         server: the server's masks (`server_masks`).
 
@@ -234,3 +215,136 @@ def masked(model: Params, masks: Masks) -> Params:
             for leaf, mask, zero in zip(leaves, masks, zeros, strict=True)
         ]
     )
+
+
+class LeafFormat(NamedTuple):
+    """What server and client know about one leaf of their messages.
+
+    Attributes:
+        shape: shape of the leaf.
+        dtype: type of its numbers.
+        block: mask of the part that the client uses; None is all of it.
+        trained: whether the client trains and uploads the leaf.
+        downloaded: whether the server sends the leaf.
+        kept: number of weights that P_i keeps; None if it does not prune the leaf.
+        positions: whether the positions of the kept weights are sent.  They are not if both sides draw them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    block: np.ndarray | None
+    trained: bool
+    downloaded: bool
+    kept: int | None
+    positions: bool
+
+    @property
+    def size(self) -> int:
+        """Number of weights that are used."""
+        return math.prod(self.shape) if self.block is None else int(self.block.sum())
+
+    @property
+    def bits_up(self) -> int:
+        """Bits of the leaf in an upload."""
+        return 8 * self.dtype.itemsize * self.size if self.trained else 0
+
+    @property
+    def bits_down(self) -> int:
+        """Bits of the leaf in a download."""
+        if not self.downloaded:
+            return 0
+        if self.kept is None:
+            return 8 * self.dtype.itemsize * self.size
+        positions = wire.whole_bytes(wire.index_code(math.prod(self.shape), self.kept).bits) if self.positions else 0
+        return 8 * self.dtype.itemsize * self.kept + positions
+
+
+# The format of the messages of one client: one entry for each leaf of the params.
+Format = Sequence[LeafFormat]
+
+
+def format_of(
+    plan: Plan,
+    client: int,
+    params: Params,
+    *,
+    pruning: Pruning,
+    local: LocalPruning | None = None,
+    local_head: bool = False,
+) -> Format:
+    """The format of the messages of one client, from shapes alone.
+
+    Args:
+        plan: the plan.
+        client: the client's row of the plan.
+        params: the params, or their shapes and dtypes.
+        pruning: P_i.
+        local: Q_i; None is no local pruning.
+        local_head: whether each client keeps its own final layer, which is then not downloaded.
+
+    Returns:
+        The format.
+    """
+    blocks = local_pruning.fixed_blocks(plan, local or fixed(), client, params)
+    keep, final = float(plan.keep[client]), len(plan.layers.names) - 1
+
+    def leaf_format(leaf: Any, layer: int, block: np.ndarray | None) -> LeafFormat:
+        trained, stays = bool(plan.trained[client, layer]), local_head and layer == final
+        pruned = not trained and len(leaf.shape) > 1 and keep < 1
+        number = kept(math.prod(leaf.shape), keep) if pruned else None
+        # A head that stays with its client is used whole, since the server does not have the rest of it.
+        used = None if stays else block
+        return LeafFormat(leaf.shape, np.dtype(leaf.dtype), used, trained, not stays, number, pruning.score is not None)
+
+    return [leaf_format(*leaf) for leaf in zip(jax.tree.leaves(params), plan.layers.of, blocks, strict=True)]
+
+
+def bits(format: Format) -> tuple[int, int]:
+    """Bits of the upload and of the download of one client."""
+    return sum(leaf.bits_up for leaf in format), sum(leaf.bits_down for leaf in format)
+
+
+def kind_format(
+    plan: Plan, kind: Sequence[Any], params: Params, *, pruning: Pruning, local: LocalPruning, local_head: bool
+) -> Format:
+    """The format of the messages of a kind of client.
+
+    Args:
+        plan: the plan.
+        kind: numbers of the layer set, the keep ratio and the smallest local ratio, as in `layers.Assignment`.
+        params: as in `format_of`.
+        pruning: as in `format_of`.
+        local: as in `format_of`.
+        local_head: as in `format_of`.
+
+    Returns:
+        The format.
+    """
+    tables = (layer_sets(plan), ratios(plan), local_pruning.lows(local, plan))
+    trained, keep, low = (values[int(number)] for values, number in zip(tables, kind, strict=True))
+    row, local = Plan(plan.layers, trained[None], keep[None]), local._replace(low=float(low))
+    return format_of(row, 0, params, pruning=pruning, local=local, local_head=local_head)
+
+
+def bit_tables(
+    plan: Plan, params: Params, *, pruning: Pruning, local: LocalPruning | None = None, local_head: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of every kind of client that a program for `plan` can have.
+
+    Args:
+        plan: the plan.
+        params: as in `format_of`.
+        pruning: as in `format_of`.
+        local: as in `format_of`.
+        local_head: as in `format_of`.
+
+    Returns:
+        Bits up and bits down, [layer sets, keep ratios, smallest ratios of local pruning] each.  The fields of
+        `layers.Assignment` are the indices.
+    """
+    local = local or fixed()
+    up, down = np.zeros((2, len(layer_sets(plan)), len(ratios(plan)), len(local_pruning.lows(local, plan))))
+    for kind in np.ndindex(up.shape):
+        format = kind_format(plan, kind, params, pruning=pruning, local=local, local_head=local_head)
+        up[kind], down[kind] = bits(format)
+    return up, down

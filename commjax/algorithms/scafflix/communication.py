@@ -142,17 +142,17 @@ class Run(NamedTuple):
 
 
 def alpha_of(hparams: Any, client: Client) -> Any:
-    """alpha_i of a client; 1 without x_i*, whatever `hparams` says."""
+    """Return alpha_i, a client's weight of the global model; 1 for a client without x_i*, whatever `hparams` says."""
     return 1.0 if client.optimum is None else client_value(hparams.alpha, client.id)
 
 
 def gamma_of(hparams: Any, client: Client) -> Array:
-    """gamma_i of a client."""
+    """Return gamma_i, the stepsize of a client."""
     return client_value(hparams.gamma, client.id)
 
 
 def upload(hparams: Any, client: Client) -> tuple[PyTree, Any]:
-    """What a client sends: (alpha_i / gamma_i) e_i.
+    """Return what a client sends: (alpha_i / gamma_i) e_i, where e_i is its local change since the last communication.
 
     Args:
         hparams: the hyperparameters.
@@ -185,7 +185,7 @@ def close(hparams: Any, move: Params, client: Client) -> Client:
 
 
 def next_move(up: PyTree, weight: Array) -> PyTree:
-    """The change of xbar, from the means of the uploads and of their weights.
+    """Compute the change of the server's model xbar from the means of the uploads and of their weights.
 
         xbar - (previous xbar) = sum_i (alpha_i / gamma_i) e_i / sum_i alpha_i^2 / gamma_i
 
@@ -202,10 +202,10 @@ def next_move(up: PyTree, weight: Array) -> PyTree:
 
 
 def after_round(server: Any, move: Params, last: Array) -> Server:
-    """The server after a communication.
+    """Return the server's state after a communication.
 
     Args:
-        server: the server before it: a `Server`, or the server of `remote`.
+        server: the state before the communication: a `Server`, or a `RemoteServer` of `remote`.
         move: xbar - (previous xbar).
         last: number of the round's last iteration.
 

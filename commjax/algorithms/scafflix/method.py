@@ -95,12 +95,15 @@ def scafflix(
     over: Over = jax.vmap,
     personal: bool = True,
 ) -> Algorithm:
-    r"""Scafflix; one step is one communication round, with K ~ Geometric(p) local steps that all clients share.
+    r"""Scafflix, where one step is one communication round of K ~ Geometric(p) local steps, the same K for all clients.
 
         K times:     xtilde_i <- xtilde_i - gamma_i (g_i - h_i)
         then:        xbar      = sum_i (alpha_i/gamma_i) (xtilde_i - (1 - alpha_i) x_i*) / sum_i alpha_i^2/gamma_i
                      h_i      <- h_i + (p/gamma_i) (alpha_i xbar + (1 - alpha_i) x_i* - xtilde_i)
                      xtilde_i <- alpha_i xbar + (1 - alpha_i) x_i*
+
+    xbar is the server's model.  Client i has the local model xtilde_i, the gradient g_i of f_i at xtilde_i, the control
+    variate h_i, and the minimiser x_i* of f_i.
 
     The code stores e_i = xtilde_i - alpha_i xbar - (1 - alpha_i) x_i* instead of xtilde_i.  It is 0 at the start of
     every round, and it needs no division by alpha_i.  Before the first round each client tells the server
@@ -122,8 +125,8 @@ def scafflix(
 
     Thesis: Alg. 4, Thm 3.2.3.
     Holds if: f_i mu_i-strongly convex, gamma_i <= 1/A_i, x_i* exact, all clients take part.
-    Differs: S1 (the invariant is sum_i alpha_i h_i = 0, not sum_i h_i), S2, S3 (index), S4 (no division by alpha_i), S8
-    (cohort).
+    Differs (docs/errata.md): S1 (the invariant is sum_i alpha_i h_i = 0, not sum_i h_i = 0), S2 (h_i = grad f_i is no
+    start), S3 (index of the weights), S4 (no division by alpha_i), S8 (cohorts, for which no rate is known).
     """
     rounds.check_cohort(cohort)
 
@@ -159,11 +162,11 @@ def iterations(
     cohort: int | None = None,
     personal: bool = True,
 ) -> Algorithm:
-    """Scafflix; one step is one iteration, after which a coin decides whether to communicate.
+    """Scafflix, where one step is one iteration, after which a coin decides whether to communicate.
 
-    The coins and the trajectory are those of `scafflix`.  The steps follow Alg. 4 of the thesis line by line and are
-    what Thm 3.2.3 counts.  `scafflix` is faster: each step here computes the iteration with and without a
-    communication, for all clients, so that a cohort saves no time.
+    The coins and the models are those of `scafflix`.  A step is an iteration of Alg. 4 of the thesis, which Thm 3.2.3
+    counts.  `scafflix` is faster: here each step computes the iteration with and without a communication, for all
+    clients, so that a cohort saves no time.
 
     Args:
         value_and_grad: as in `scafflix`.

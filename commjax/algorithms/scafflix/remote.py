@@ -1,6 +1,7 @@
 """Scafflix between machines: the client step and the server step.
 
-The download that opens a round contains the move of the round before.  A client finishes that round when it gets it.
+The download at the start of a round is the move of the round before: the change of the server's model xbar.  With it a
+client finishes that round.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +21,11 @@ from commjax.core.local import ClientResult, Sample, ValueAndGrad
 class RemoteServer(NamedTuple):
     """What a remote server remembers.
 
-    The server sends the move of the last round.  From it the clients compute xbar and their new h_i.
+    The server sends the move of the last round.  From it the clients compute xbar and their new control variates h_i.
 
     Attributes:
         round: number of rounds so far.
-        params: xbar.
+        params: xbar, the server's model.
         iterations: t, the number of local iterations so far.
         communications: number of communications so far.
         move: xbar - (previous xbar) of the last round; 0 before the first round.
@@ -40,14 +41,14 @@ class RemoteServer(NamedTuple):
 class RemoteClient(NamedTuple):
     """What a remote client remembers.
 
-    Its h_i is that of the last round until the move of that round has arrived.
+    Until the move of a round has arrived, h_i has the value from before that round.
 
     Attributes:
         id: number of the client.
-        drift: e_i at the end of the client's last round.
+        drift: e_i, the local change of the model, at the end of the client's last round.
         shift: h_i, the control variate.
         optimum: x_i*, or None without personalization.
-        params: xbar.
+        params: xbar, the server's model.
         iterations: t, the number of local iterations so far.
     """
 

@@ -1,4 +1,4 @@
-"""Scafflix: the state before the first round, and control variates that the method may begin with."""
+"""Scafflix: the state before the first round, and control variates h_i with which the method may begin."""
 
 from collections.abc import Callable
 
@@ -75,7 +75,7 @@ def check_shift(shift: PyTree, ids: Array, alpha: ArrayLike | None) -> None:
 
 
 def admissible_shift(gradients: PyTree, alpha: ArrayLike) -> PyTree:
-    """Control variates to start with, which satisfy sum_i alpha_i h_i = 0.
+    """Return control variates h_i^0 to begin with, which satisfy sum_i alpha_i h_i^0 = 0.
 
         h_i^0 = grad f_i(xtilde_i^0) - sum_j alpha_j grad f_j(xtilde_j^0) / sum_j alpha_j
 
@@ -88,7 +88,8 @@ def admissible_shift(gradients: PyTree, alpha: ArrayLike) -> PyTree:
     Returns:
         h_i^0, a pytree like `gradients`.
 
-    Thesis: Sec. 3.2.  Differs: S2 (the thesis takes grad f_i alone, from where the method never moves).
+    Thesis: Sec. 3.2.
+    Differs (docs/errata.md): S2 (the thesis takes h_i^0 = grad f_i, at which the method never moves).
     """
     weights = np.broadcast_to(checked_alpha(alpha), (len(jax.tree.leaves(gradients)[0]),))
     share = weights / weights.sum()

@@ -23,7 +23,7 @@ def theoretical(
     p: float | None = None,
     strict: bool = False,
 ) -> HParams:
-    """The theorem's hyperparameters: gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i).
+    """Hyperparameters of Scafflix from theory: gamma_i = 1/A_i and p = sqrt(min_i gamma_i mu_i).
 
     With exact gradients A_i = L_i.  With stochastic gradients and a target accuracy, gamma_i is that of Cor. 3.2.5.
 
@@ -40,7 +40,7 @@ def theoretical(
     Returns:
         The hyperparameters.
 
-    Thesis: Cor. 3.2.4, Cor. 3.2.5.  Differs: S6 (A_i is that of f_i, without alpha_i^2).
+    Thesis: Cor. 3.2.4, Cor. 3.2.5.  Differs (docs/errata.md): S6 (A_i is that of f_i, without alpha_i^2).
 
     >>> theoretical(np.array([2.0, 8.0, 1.0]), np.array([0.5, 1.0, 0.1])).gamma.tolist()
     [0.5, 0.125, 1.0]

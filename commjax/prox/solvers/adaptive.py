@@ -30,8 +30,8 @@ def repeat(
 ) -> Result:
     """Repeat a round until |grad F| <= tolerance or the budget is used, and return the last point.
 
-    Only a value that is not finite can end the run early.  The last point is returned, because on a network the best of
-    a few points by |grad F| is often the start.
+    A value of F that is not finite also ends the run.  The last point is returned, because on a network the start often
+    has the smallest |grad F| of all points.
 
     Args:
         oracle: the function to minimise.
@@ -80,8 +80,10 @@ def adam(learning_rate: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e
         m <- b1 m + (1 - b1) grad F(x)        v <- b2 v + (1 - b2) grad F(x)^2
         x <- x - learning_rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
+    m and v are the moments of the gradient, t the number of the round.  With a constant rate, x ends up within about
+    learning_rate of the minimiser in each coordinate.
+
     Thesis: the solver of its networks, Sec. D.5.1.
-    Holds if: a constant rate stops at a distance of about learning_rate a coordinate.
 
     Args:
         learning_rate: positive.
@@ -122,9 +124,9 @@ def apollo(learning_rate: Any, b: float = 0.9, sigma: float = 1.0, eps: float = 
     learning_rate times the Hessian, and (apart from eps) only learning_rate / sigma matters.
 
     Thesis: Apollo, Fig. 5.4 and Sec. D.1.1.
-    Holds if: learning_rate / sigma is below 1/L or so.
-    Differs: |d|_4 is over the whole vector, not a parameter tensor at a time; no warm-up of the rate (the paper starts
-    with 500 iterations of rising rates, more than a cohort lives), no weight decay.
+    Holds if: learning_rate / sigma is at most about 1/L, where F is L-smooth.
+    Differs: |d|_4 is the norm of the whole vector; the paper takes one norm per parameter tensor.  There is no weight
+    decay and no warm-up: the paper's warm-up takes 500 iterations, more than a cohort has.
 
     Args:
         learning_rate: positive.

@@ -1,4 +1,4 @@
-"""Inner solvers: min F(x), where every evaluation of F is one aggregation inside a cohort, and is counted.
+"""Inner solvers: minimise F(x), where every evaluation of F is one aggregation inside a cohort, and is counted.
 
 A solver is a function `solve(oracle, x, budget, tolerance) -> Result`:
 
@@ -70,7 +70,7 @@ class Result(NamedTuple):
         code: `CONVERGED`, `OUT_OF_BUDGET` or `BROKE_DOWN`.
         gradients: number of evaluations where the method needs grad F.  The residual needs it everywhere except at
             rejected trial points.
-        values: number of evaluations where the method needs F, as line searches do (P12).
+        values: number of evaluations where the method needs F, as line searches do (erratum P12 in docs/errata.md).
     """
 
     params: Vector

@@ -27,7 +27,7 @@ def gradient_descent(L: Any) -> Solver:
 
         x <- x - grad F(x) / L
 
-    Holds if: F is L-smooth (for a prox, L of f_C plus 1/gamma).
+    Holds if: F is L-smooth.  For the prox of f with parameter gamma, L is the smoothness constant of f plus 1/gamma.
 
     Args:
         L: smoothness constant of F.
@@ -51,6 +51,8 @@ def accelerated_gradient_descent(L: Any, mu: Any) -> Solver:
 
         x_new = y - grad F(y) / L
         y <- x_new + (sqrt(kappa) - 1) / (sqrt(kappa) + 1) (x_new - x),   x <- x_new,   kappa = L / mu
+
+    Holds if: F is L-smooth and mu-strongly convex.
 
     Args:
         L: smoothness constant of F.
@@ -81,7 +83,8 @@ def scaffnew(gamma: Any, p: Any, most: int = 1000) -> Solver:
         y_i <- y_i - gamma (grad F_i(y_i) - h_i),   from y_i = x until a coin of probability p shows heads
         x <- sum_i w_i y_i        h_i <- h_i + (p / gamma) (x - y_i)
 
-    One iteration of the budget is one communication.  The sequence of coins is fixed.
+    y_i is the model of client i and h_i its control variate.  One iteration of the budget is one communication.  The
+    coins are the same in every call.
 
     Thesis: Scaffnew, Fig. 5.4.
     Holds if: every F_i is 1/gamma-smooth.

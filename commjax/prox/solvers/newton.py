@@ -22,7 +22,7 @@ from commjax.prox.solvers.base import (
     pick,
 )
 
-# Of the line search: (stepsize, point, number of trials).
+# State of the line search: (stepsize, point, number of trials).
 Trial = tuple[Array, Point, Array]
 
 
@@ -37,12 +37,12 @@ def aicn(scale: float = 1.0) -> Solver:
 
         x <- x - a H^{-1} g,   a = (sqrt(1 + 2 L |g|_x) - 1) / (L |g|_x),   |g|_x^2 = <g, H^{-1} g>
 
-    One iteration is one aggregation: the clients send gradient and Hessian together.  An indefinite Hessian ends the
-    run with BROKE_DOWN.
+    g and H are the gradient and the Hessian of F at x.  One iteration is one aggregation: the clients send gradient and
+    Hessian together.  A Hessian that is not positive definite ends the run with BROKE_DOWN.
 
     Thesis: AICN, Sec. D.1.1.
     Holds if: F is semi-strongly self-concordant with constant `scale`, which the caller has to know.
-    Differs: nothing; the paper has one machine, here the cohort's Hessians are added up.
+    Differs: the paper has one machine; here the Hessians of the cohort's clients are added up.
 
     Args:
         scale: L, the constant of semi-strong self-concordance.
@@ -79,8 +79,9 @@ def local_newton(steps: int = 1, most: int = 20) -> Solver:
     Hessian that is not positive definite, or a line search without success, ends the run with BROKE_DOWN.
 
     Thesis: LocalNewton with global line search, Sec. D.1.1.
-    Holds if: it stops near, not at, the minimiser of F unless the F_i agree.
-    Differs: steps are tried one after another; the paper's clients try a fixed grid of them at once.
+    Holds if: the F_i have the same minimiser.  Otherwise x converges to a point near the minimiser of
+    F = sum_i w_i F_i.
+    Differs: the line search tries steps one after another; in the paper, clients try a fixed grid of steps at once.
 
     Args:
         steps: number of Newton steps of each client.

@@ -176,6 +176,8 @@ def conjugate_gradients() -> Solver:
 
         beta = max(<g, g - g_old> / |g_old|^2, 0)        direction <- -g + beta direction
 
+    g is the gradient of F, and g_old the gradient at the previous point.
+
     Returns:
         The solver.
     """
@@ -186,7 +188,7 @@ def conjugate_gradients() -> Solver:
         beta = jnp.maximum(change / jnp.where(square > 0, square, 1), 0)
         following = -current.grad + jnp.where(number > 0, beta, 0) * direction
         following = jnp.where(jnp.vdot(current.grad, following) < 0, following, -current.grad)
-        # The first step would repeat the last decrease, to first order.
+        # To first order, the first step to try gives the same decrease as the last step did.
         ahead = jnp.vdot(current.grad, following)
         guess = 1.01 * 2 * (current.value - before.value) / jnp.where(ahead < 0, ahead, -1)
         guess = jnp.where((number > 0) & (guess > 0), jnp.minimum(guess, 1e6), _first_step(current))
@@ -214,8 +216,8 @@ def bfgs(history: int = 100) -> Solver:
         H <- (I - rho s y^T) H (I - rho y s^T) + rho s s^T,   rho = 1 / <s, y>
            = H - rho (z s^T + s z^T) + (rho + rho^2 <y, z>) s s^T,   z = H y
 
-    H is stored as its updates (2 `history` vectors).  For a few iterations in many dimensions this is much smaller than
-    a matrix.
+    s is the last change of x, and y the last change of the gradient.  H is stored as its updates (2 `history` vectors).
+    For a few iterations in many dimensions this is much smaller than a matrix.
 
     Args:
         history: number of stored updates; after `history` iterations H starts again from the identity.

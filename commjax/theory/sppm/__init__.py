@@ -3,7 +3,8 @@
 Thesis: Sec. 5.3.2, Sec. 5.3.3 and Sec. D.6.
 
 Throughout, mu and sigma2 are mu_AS and sigma^2_AS of a sampling (`commjax.sampling.samplings`), gamma > 0 is any
-stepsize, and prox_{gamma f}(y) = argmin_x f(x) + |x - y|^2 / (2 gamma) (errata P1).
+stepsize, and prox_{gamma f}(y) = argmin_x f(x) + |x - y|^2 / (2 gamma) (erratum P1 in docs/errata.md).  x* is the
+minimiser of f = (1/n) sum_i f_i, and x_t the model after t steps.
 
 exact       rates and neighbourhoods with an exact prox
 inexact     the same with an inexact prox

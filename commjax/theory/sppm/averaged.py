@@ -12,12 +12,12 @@ Rows = Float[np.ndarray, "n d"]
 
 
 def fedprox(gamma: float, mu: Vector, gradients: Rows, shares: Vector) -> tuple[float, float]:
-    """Return (A_S, B_S) of FedProx-SPPM-AS, x+ = mean_{i in S} prox_{gamma f_i}(x).
+    """Return the constants (A_S, B_S) of one step of FedProx-SPPM-AS, x+ = mean_{i in S} prox_{gamma f_i}(x).
 
         E |x+ - x*|^2 <= A_S |x - x*|^2 + B_S
         A_S = sum_i r_i / (1 + gamma mu_i)        B_S = sum_i r_i gamma |a_i|^2 / ((1 + gamma mu_i) mu_i)
 
-    Thesis: Thm D.2.1.  Holds if: K = 1; for K > 1 nothing is claimed (P2).
+    Thesis: Thm D.2.1.  Holds if: there is one local round, K = 1 (erratum P2 in docs/errata.md).
 
     Args:
         gamma: stepsize.
@@ -43,7 +43,7 @@ def fedprox_bound(t: int, distance2: float, A: float, B: float) -> float:
 
     Args:
         t: number of steps.
-        distance2: |x_0 - x*|^2.
+        distance2: |x_0 - x*|^2, the squared distance at the start.
         A: A_S of `fedprox`.
         B: B_S of `fedprox`.
 
@@ -54,12 +54,12 @@ def fedprox_bound(t: int, distance2: float, A: float, B: float) -> float:
 
 
 def two_anchor(alpha: Any, gamma: Any, x_t: Any, x_k: Any) -> tuple[Any, Any]:
-    """Return the stepsize and centre of one prox that equals a prox with two anchors.
+    """Return the stepsize and the centre of the single prox that equals a prox with two anchors.
 
         prox_{stepsize f}(centre) = prox_{alpha f~}(x_k),   f~ = f + |. - x_t|^2 / (2 gamma)
         stepsize = alpha gamma / (alpha + gamma)        centre = (alpha x_t + gamma x_k) / (alpha + gamma)
 
-    Thesis: Sec. D.2.4.  Differs: P2 (both anchors stay; the thesis drops x_t).
+    Thesis: Sec. D.2.4.  Differs (docs/errata.md): P2 (both anchors stay; the thesis drops x_t).
 
     Args:
         alpha: positive stepsize of the inner prox.

@@ -1,4 +1,4 @@
-"""The checks of the arguments of the formulas."""
+"""Checks of the arguments of the formulas."""
 
 Number = float | int
 

@@ -6,7 +6,9 @@ from commjax.theory.sppm.checks import Number, nonnegative
 def cost(c1: Number, c2: Number, K: int, T: int) -> float:
     """Return the communication cost (c1 K + c2) T of T global rounds with K local rounds each.
 
-    Thesis: Sec. 5.4.5.  Differs: P11.
+    Thesis: Sec. 5.4.5.
+    Holds if: every cohort is under one hub.
+    Differs (docs/errata.md): P11 (a cohort under several hubs costs (c1 + c2) K T).
 
     Args:
         c1: cost of a local round.

@@ -35,7 +35,7 @@ def rate(gamma: float, mu: float) -> float:
 
     Args:
         gamma: stepsize.
-        mu: mu_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
 
     Returns:
         The factor.
@@ -51,12 +51,13 @@ def neighbourhood(gamma: float, mu: float, sigma2: float) -> float:
     """Return gamma sigma^2 / (gamma mu^2 + 2 mu), the limit of the bound on E |x_t - x*|^2.
 
     It is at most min(sigma^2/mu^2, gamma sigma^2/(2 mu)).
-    Thesis: convergence theorem of SPPM-AS, Sec. 5.3.2.  Differs: P14 (the factor 2 in the second bound).
+    Thesis: convergence theorem of SPPM-AS, Sec. 5.3.2.
+    Differs (docs/errata.md): P14 (the factor 2 in the second bound).
 
     Args:
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
 
     Returns:
         The limit.
@@ -79,8 +80,8 @@ def one_step(distance2: float, gamma: float, mu: float, sigma2: float) -> float:
     Args:
         distance2: |x_t - x*|^2.
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
 
     Returns:
         The bound.
@@ -99,10 +100,10 @@ def bound(t: int, distance2: float, gamma: float, mu: float, sigma2: float) -> f
 
     Args:
         t: number of steps.
-        distance2: |x_0 - x*|^2.
+        distance2: |x_0 - x*|^2, the squared distance at the start.
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
 
     Returns:
         The bound.
@@ -113,12 +114,13 @@ def bound(t: int, distance2: float, gamma: float, mu: float, sigma2: float) -> f
 def stepsize_for(epsilon: float, mu: float, sigma2: float) -> float:
     """Return gamma = epsilon mu / sigma^2, whose neighbourhood is at most epsilon/2; infinite if sigma^2 = 0.
 
-    Thesis: Sec. 5.3.2, for epsilon <= sigma^2/mu^2; it holds beyond, where larger stepsizes are allowed too.
+    Thesis: Sec. 5.3.2, for epsilon <= sigma^2/mu^2.  It also holds for larger epsilon, where larger stepsizes would
+    suffice.
 
     Args:
         epsilon: target accuracy, positive.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
 
     Returns:
         gamma.
@@ -140,9 +142,9 @@ def iterations(epsilon: float, mu: float, sigma2: float, distance2: float, gamma
 
     Args:
         epsilon: target accuracy, positive.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
-        distance2: |x_0 - x*|^2.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
+        distance2: |x_0 - x*|^2, the squared distance at the start.
         gamma: another stepsize.  The result is then the t at which `bound` is epsilon, infinite if the neighbourhood is
             not smaller than epsilon.
 
@@ -165,7 +167,8 @@ def squared_prox_error(residual: Any, gamma: float, mu: float) -> Any:
 
         |x - prox_{gamma f}(y)|^2 <= (|grad F(x)| / (mu + 1/gamma))^2
 
-    Holds if: f is mu-strongly convex (mu = 0 is allowed); mu_C of the cohort at hand is at least mu_AS, and sharper.
+    Holds if: f is mu-strongly convex (mu = 0 is allowed).  For the objective of a given cohort, its own constant is at
+    least mu_AS and gives a sharper bound.
 
     Args:
         residual: |grad F(x)|, a number or an array.

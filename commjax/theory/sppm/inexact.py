@@ -7,11 +7,13 @@ from commjax.theory.sppm.exact import one_step, rate
 
 
 def inexact_limit(gamma: float, mu: float) -> float:
-    """Return gamma^2 mu^2 + 2 gamma mu; s of the inexact bounds must be smaller (P5).
+    """Return gamma^2 mu^2 + 2 gamma mu, an upper limit for the free parameter s of the inexact bounds.
+
+    Differs (docs/errata.md): P5 (the thesis does not state this limit).
 
     Args:
         gamma: stepsize.
-        mu: mu_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
 
     Returns:
         The limit.
@@ -30,15 +32,17 @@ def _checked_s(s: float | None, gamma: float, mu: float, sigma2: float, b: float
 
 
 def best_s(gamma: float, mu: float, sigma2: float, b: float) -> float:
-    """Return the s with the smallest inexact neighbourhood; 0 if b = 0, and gamma mu if sigma^2 = 0.
+    """Return the free parameter s for which `inexact_neighbourhood` is smallest.
 
         s = Q M / (Q + sqrt(Q^2 + Q M (P M + P + Q)))
         M = gamma^2 mu^2 + 2 gamma mu,   P = gamma^2 sigma^2,   Q = b (1 + gamma mu)^2
 
+    s = 0 if b = 0, and s = gamma mu if sigma^2 = 0.
+
     Args:
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
         b: bound on the squared prox error.
 
     Returns:
@@ -53,13 +57,13 @@ def best_s(gamma: float, mu: float, sigma2: float, b: float) -> float:
 
 
 def inexact_rate(gamma: float, mu: float, s: float) -> float:
-    """Return (1 + s) / (1 + gamma mu)^2, which is below 1.
+    """Return (1 + s) / (1 + gamma mu)^2, the factor by which a step with an inexact prox shrinks the squared distance.
 
-    Thesis: lemma on inexact SPPM-AS, Sec. D.6.9.  Differs: P5.
+    Thesis: lemma on inexact SPPM-AS, Sec. D.6.9.  Differs (docs/errata.md): P5 (s must be below `inexact_limit`).
 
     Args:
         gamma: stepsize.
-        mu: mu_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
         s: 0 < s < `inexact_limit`.
 
     Returns:
@@ -75,13 +79,13 @@ def inexact_one_step(
 
         (1 + 1/s) b + (1 + s) one_step
 
-    Thesis: Sec. D.6.9.  Holds if: any s > 0; only to unroll it s has to be below `inexact_limit` (P5).
+    Thesis: Sec. D.6.9.  Holds if: s > 0.  Only a bound over several steps needs s below `inexact_limit`.
 
     Args:
         distance2: |x_t - x*|^2.
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
         b: bound on the squared prox error.
         s: positive; None means `best_s`.
 
@@ -100,12 +104,12 @@ def inexact_neighbourhood(gamma: float, mu: float, sigma2: float, b: float, s: f
 
         (1 + s) (gamma^2 sigma^2 + b (1 + gamma mu)^2 / s) / (gamma^2 mu^2 + 2 gamma mu - s)
 
-    Thesis: lemma on inexact SPPM-AS, Sec. D.6.9.  Differs: P5 (false for larger s).
+    Thesis: lemma on inexact SPPM-AS, Sec. D.6.9.  Differs (docs/errata.md): P5 (false for larger s).
 
     Args:
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
         b: bound on the squared prox error.
         s: 0 < s < `inexact_limit`; None means `best_s`.
 
@@ -129,10 +133,10 @@ def inexact_bound(
 
     Args:
         t: number of steps.
-        distance2: |x_0 - x*|^2.
+        distance2: |x_0 - x*|^2, the squared distance at the start.
         gamma: stepsize.
-        mu: mu_AS.
-        sigma2: sigma^2_AS.
+        mu: mu_AS, the strong convexity constant of the cohorts' objectives.
+        sigma2: sigma^2_AS, the variance of the cohorts' gradients at x*.
         b: bound on the squared prox error.
         s: 0 < s < `inexact_limit`; None means `best_s`.
 

@@ -14,7 +14,7 @@ def nice_variance(n: int, tau: int, mean_square: float) -> float:
 
         (n/tau - 1)/(n - 1) mean_i |a_i|^2
 
-    Thesis: Lemma D.6.11.  Differs: P9 (1 <= tau <= n).
+    Thesis: Lemma D.6.11.  Differs (docs/errata.md): P9 (1 <= tau <= n).
 
     Args:
         n: number of vectors.
@@ -38,8 +38,8 @@ def stratified_upper_bounds(gradients: Rows, clusters: Sequence[Any]) -> tuple[f
         sigma^2_SS <= (b/n^2) sum_j |C_j|^2 sigma_j^2 <= b max_j sigma_j^2
 
     sigma_j is the largest distance of a client's gradient in cluster j from the cluster's mean.  The bounds are too
-    large by a factor of at least b; `sampling.stratified(clusters).variance` is exact (P6).
-    Thesis: lemma on the variance of stratified sampling, Sec. 5.3.3.
+    large by a factor of at least b; `sampling.stratified(clusters).variance` is exact.
+    Thesis: lemma on the variance of stratified sampling, Sec. 5.3.3.  Differs (docs/errata.md): P6.
 
     Args:
         gradients: a_i, the gradients of the clients at x*, [n, d].
@@ -59,7 +59,11 @@ def stratified_upper_bounds(gradients: Rows, clusters: Sequence[Any]) -> tuple[f
 
 
 def stratified_from_block(block_variance: float, mean_square: float, b: int) -> float:
-    """Return sigma^2_SS = (mean_i |a_i|^2 - sigma^2_BS) / b for b clusters of equal size and probability (P10).
+    """Return the variance of stratified sampling, sigma^2_SS = (mean_i |a_i|^2 - sigma^2_BS) / b.
+
+    a_i is the gradient of client i at x*, and the a_i add up to 0.
+
+    Holds if: the b clusters have equal sizes and probabilities (erratum P10 in docs/errata.md).
 
     Args:
         block_variance: sigma^2_BS, the variance of block sampling on the same clusters.
@@ -77,8 +81,10 @@ def optimal_clustering_bounds(mean_square: float, b: int, m: int) -> tuple[float
 
         sigma^2_SS <= (m-1)/(bm-1) T = sigma^2_NICE(b)        sigma^2_BS >= (b-1)/(bm-1) T,   T = mean_i |a_i|^2
 
-    Hence SS <= NICE(b) always, and SS <= NICE(b) <= BS if m <= b, which settles the thesis's open question (Sec.
-    D.6.8).  For m > b, block sampling can be better.  Differs: P10.
+    a_i is the gradient of client i at x*, and sigma^2_NICE(b) the variance of nice sampling of b clients.  Hence
+    stratified sampling is never worse than nice sampling, and for m <= b block sampling is never better than either.
+    This settles an open question of the thesis (Sec. D.6.8).  For m > b, block sampling can be better.
+    Differs (docs/errata.md): P10 (the comparison of the three samplings).
 
     Args:
         mean_square: T.

@@ -10,6 +10,16 @@ from typing import Literal
 Verdict = Literal["reproduced", "differs", "corrected"]
 
 
+def reproduced(holds: bool, errata: str = "") -> tuple[Verdict, str]:
+    """Return verdict and errata number of a claim that the measurement confirms or not.
+
+    Args:
+        holds: Whether the measurement agrees with the thesis.
+        errata: The number in docs/errata.md, if it is known that it does not agree.
+    """
+    return ("reproduced", "") if holds else ("differs", errata)
+
+
 def corrected(holds: bool, errata: str) -> tuple[Verdict, str]:
     """Return verdict and errata number of a claim that the errata correct.
 

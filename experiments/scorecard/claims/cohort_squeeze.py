@@ -23,7 +23,7 @@ from experiments import tables
 from experiments.cohort_squeeze.costs import cost_rows
 from experiments.cohort_squeeze.grid import run_grid
 from experiments.cohort_squeeze.runs import Settings, problem
-from experiments.scorecard.claims import Claim, corrected
+from experiments.scorecard.claims import Claim, corrected, reproduced
 
 METHOD = "SPPM-AS"
 # The grid runs in blocks of nine settings: K = 1, 2, 3, then 4, 5, 6, then 7, 8, 9. Each solver compiles one program.
@@ -128,7 +128,7 @@ def neighbourhoods() -> Claim:
         "stratified below nice below block",
         ", ".join(f"{name} {distance:.2e} (bound {bound:.2e})" for name, (distance, bound) in rows.items())
         + " (ridge regression, exact prox)",
-        "reproduced" if good else "differs",
+        *reproduced(good),
     )
 
 
@@ -143,8 +143,7 @@ def local_rounds_pay() -> Claim:
         f"{row['iterations']:.0f} iterations (gamma = {row['iterations_gamma']:g}, K = {row['iterations_K']}), "
         f"{row['evaluations']:.0f} evaluations; "
         f"LocalGD tuned over the same grid {row['localgd']:.0f} (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if many and row["iterations"] < row["localgd"] else "differs",
-        "" if many and row["iterations"] < row["localgd"] else "P15",
+        *reproduced(many and row["iterations"] < row["localgd"], "P15"),
     )
 
 
@@ -161,8 +160,7 @@ def conjugate_gradients() -> Claim:
             for name, row in rows.items()
         )
         + " (embedded data, |x-x*|^2 < 0.1)",
-        "reproduced" if fewer else "differs",
-        "" if fewer else "P12",
+        *reproduced(fewer, "P12"),
     )
 
 
@@ -180,7 +178,7 @@ def larger_gamma() -> Claim:
             for gamma, first, last in rows
         )
         + " (ridge regression, exact prox)",
-        "reproduced" if good else "differs",
+        *reproduced(good),
     )
 
 
@@ -200,7 +198,7 @@ def against_gradient_methods() -> Claim:
         f"after {ROUNDS} rounds SPPM-SS {ours:.1e}, "
         + ", ".join(f"{name} {distance:.1e}" for name, distance in others.items())
         + " (ridge regression, the same stratified cohorts, theoretical stepsizes)",
-        "reproduced" if all(ours < distance for distance in others.values()) else "differs",
+        *reproduced(all(ours < distance for distance in others.values())),
     )
 
 
@@ -257,7 +255,7 @@ def nice_example() -> Claim:
         "Example L5566",
         "1/2 against 1/3",
         f"{values[0]:.4f} against {values[1]:.4f}; best clustering {values[2]:.4f}",
-        "reproduced" if good else "differs",
+        *reproduced(good),
     )
 
 

@@ -12,7 +12,7 @@ from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.core import runner
 from commjax.problems import quadratic
-from experiments.scorecard.claims import Claim
+from experiments.scorecard.claims import Claim, reproduced
 
 METHOD = "core"
 N, D, ROUNDS = 10, 40, 60
@@ -62,7 +62,7 @@ def ledger_is_bytes() -> Claim:
         "-",
         f"ledger {ledger:.1f}, bytes weighed {weighed:.1f} bits a client, over {4 * N * len(named)} messages of "
         f"{len(named)} compressors",
-        "reproduced" if abs(ledger - weighed) < 1e-6 else "differs",
+        *reproduced(abs(ledger - weighed) < 1e-6),
     )
 
 
@@ -79,7 +79,7 @@ def sweep_is_runs() -> Claim:
         "ours",
         "-",
         f"largest difference to {2 * 3} single runs: {difference:.1e}",
-        "reproduced" if difference < 1e-10 else "differs",
+        *reproduced(difference < 1e-10),
     )
 
 
@@ -100,7 +100,7 @@ def resume_is_exact() -> Claim:
         "ours",
         "-",
         f"all {len(jax.tree.leaves(whole))} leaves of the state equal: {equal}",
-        "reproduced" if equal else "differs",
+        *reproduced(equal),
     )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import cache
 
-from experiments.scorecard.claims import Claim
+from experiments.scorecard.claims import Claim, reproduced
 
 METHOD = "devices"
 N, DEVICES = 10, (1, 2, 3, 4)  # 3 and 4 do not divide the number of clients
@@ -76,7 +76,7 @@ def devices_do_not_matter() -> Claim:
         "-",
         f"{N} clients, 60 rounds of EF-BV on {', '.join(found)} devices: parameters of size {size:.3f} differ by "
         f"{worst:.1e} at most",
-        "reproduced" if worst < 1e-10 else "differs",
+        *reproduced(worst < 1e-10),
     )
 
 
@@ -91,7 +91,7 @@ def bytes_are_the_formula() -> Claim:
         "ours",
         f"{formula} bytes",
         f"a round in the compiled run of {N} clients, bytes and collectives by devices: {texts}",
-        "reproduced" if right else "differs",
+        *reproduced(right),
     )
 
 

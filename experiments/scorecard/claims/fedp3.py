@@ -14,8 +14,8 @@ from commjax.core import local, runner
 from commjax.data.stacked import Examples
 from commjax.models import layered, networks
 from experiments import plots
-from experiments.fedp3 import commands as experiment
-from experiments.scorecard.claims import Claim, corrected
+from experiments.fedp3 import counts
+from experiments.scorecard.claims import Claim, corrected, reproduced
 
 METHOD = "FedP3"
 N, ROWS = 8, 12
@@ -36,7 +36,7 @@ def small():
 
 
 def percentages() -> Claim:
-    found = {name: experiment.count(name, 0.5) for name in experiment.TABLES}
+    found = {name: counts.count(name, 0.5) for name in counts.TABLES}
     right = all(round(row["spread"], 2) == round(row["printed"], 2) or name == "CIFAR10" for name, row in found.items())
     right &= round(found["CIFAR10"]["spread"]) == 10815
     most, least = max(found["CIFAR10"]["sent"]), min(found["CIFAR10"]["sent"])
@@ -63,7 +63,7 @@ def percentages() -> Claim:
 
 
 def deployed() -> Claim:
-    sizes = experiment.count("CIFAR10", 0.5)["deployed"]
+    sizes = counts.count("CIFAR10", 0.5)["deployed"]
     larger, smaller = plans.relative_spread(sizes), 100 * (1 - min(sizes) / max(sizes))
     return Claim(
         METHOD,
@@ -76,9 +76,9 @@ def deployed() -> Claim:
 
 
 def shares() -> Claim:
-    sizes = np.array(list(experiment.count("CIFAR10", 0.9)["layers"].values()))
-    sent = [100 * experiment.expected_share(sizes, number) for number in (3, 2, 1)]
-    names = layered.layers(experiment.shapes_of(*experiment.TABLES["CIFAR10"]))
+    sizes = np.array(list(counts.count("CIFAR10", 0.9)["layers"].values()))
+    sent = [100 * counts.expected_share(sizes, number) for number in (3, 2, 1)]
+    names = layered.layers(counts.shapes_of(*counts.TABLES["CIFAR10"]))
     drawn = [
         100 * plans.uplink_sizes(plans.opu(names, 5000, number), sizes).mean() / sizes.sum() for number in (3, 2, 1)
     ]
@@ -112,7 +112,7 @@ def is_fedavg() -> Claim:
         "Alg. FedP3, L1657",
         "the same method",
         f"largest difference {apart:.1e} after 10 rounds of 3 local steps that moved params by up to {moved:.2f}",
-        "reproduced" if apart < 1e-12 < moved else "differs",
+        *reproduced(apart < 1e-12 < moved),
     )
 
 
@@ -139,7 +139,7 @@ def never_leaves() -> Claim:
         "nothing else leaves",
         f"{leaked} of the other layers' numbers in the encoded messages, {outside + sent} numbers too many; the "
         f"ledger {'is' if exact else 'is not'} 8 bits a byte (hiding layers is no privacy guarantee: see LDP-FedP3)",
-        "reproduced" if leaked == outside == sent == 0 and exact else "differs",
+        *reproduced(leaked == outside == sent == 0 and exact),
     )
 
 

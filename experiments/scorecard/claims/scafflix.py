@@ -17,7 +17,7 @@ from commjax.theory import scafflix as theory
 from experiments import plots
 from experiments.scafflix import commands as experiment
 from experiments.scafflix import condition, networks
-from experiments.scorecard.claims import Claim, corrected
+from experiments.scorecard.claims import Claim, corrected, reproduced
 
 METHOD = "Scafflix"
 SETTINGS = experiment.Settings(
@@ -80,7 +80,7 @@ def square_root() -> Claim:
         "Cor. 1, L1386",
         "slopes 0.5 and 1",
         f"slopes {slopes['Scafflix']:.3f} and {slopes['GD']:.3f} for kappa = 10 to 1,000, p and stepsizes from theory",
-        "reproduced" if good else "differs",
+        *reproduced(good),
         figure=plots.png(figure),
     )
 
@@ -97,7 +97,7 @@ def double_acceleration() -> Claim:
         "fewer rounds than GD, and fewer for smaller alpha",
         f"{min(ratios):.2f} to {max(ratios):.2f} of GD's rounds; {rounds[0]:.0f} rounds at alpha = "
         f"{rows[0]['alpha']} to {rounds[-1]:.0f} at {rows[-1]['alpha']} (label-wise split)",
-        "reproduced" if max(ratios) < 1 and falling else "differs",
+        *reproduced(max(ratios) < 1 and falling),
     )
 
 
@@ -126,7 +126,7 @@ def linear_rate() -> Claim:
         "Thm 3.1, L1343",
         f"factor {1 - zeta:.4f} an iteration or less",
         f"Psi^t / bound at most {ratio[1:].max():.4f} after iteration 0, mean of 400 runs, alpha = (0.3, 0.6, 1)",
-        "reproduced" if ratio[1:].max() <= 1 else "differs",
+        *reproduced(ratio[1:].max() <= 1),
     )
 
 
@@ -192,7 +192,7 @@ def individual_stepsizes() -> Claim:
         "Fig. 3.5, L1577",
         "fewer rounds",
         f"{min(saved):.2f} to {max(saved):.2f} of the rounds (feature-wise split, {len(rows)} alphas)",
-        "reproduced" if np.mean(saved) <= 1 else "differs",
+        *reproduced(float(np.mean(saved)) <= 1),
     )
 
 
@@ -229,8 +229,7 @@ def generalisation() -> Claim:
         ", ".join(f"{name} {score:.1f} %" for name, score in scores.items())
         + f" on digits (20 clients of 3 classes, 2 seeds, deviation up to {noise:.1f}); "
         "the local optima alone, which send nothing, belong into the comparison",
-        "reproduced" if lead > noise else "differs",
-        "" if lead > noise else "S11",
+        *reproduced(lead > noise, "S11"),
     )
 
 

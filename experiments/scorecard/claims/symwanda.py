@@ -14,7 +14,7 @@ import numpy as np
 
 from commjax.pruning import regrow, scores, statistics
 from commjax.pruning.recipe import Recipe, choose
-from experiments.scorecard.claims import Claim, Verdict
+from experiments.scorecard.claims import Claim, corrected, reproduced
 from experiments.symwanda import commands as experiment
 
 METHOD = "SymWanda"
@@ -49,11 +49,6 @@ def rankings() -> tuple[dict[str, dict], float]:
     return perplexities({name: Recipe(0.5, score=experiment.SCORES[name]) for name in names})
 
 
-def verdict(holds: bool) -> tuple[Verdict, str]:
-    """Return the verdict of a claim, and the erratum if it does not hold."""
-    return ("reproduced", "") if holds else ("differs", "W17")
-
-
 def ranked(claim: str, thesis: str, measured: tuple[dict[str, dict], float]) -> Claim:
     """Return the claim that RIA is better than Wanda, and Wanda better than magnitude, in every group.
 
@@ -67,7 +62,7 @@ def ranked(claim: str, thesis: str, measured: tuple[dict[str, dict], float]) -> 
         rows["RIA, alpha = 0.5"][group] < rows["Wanda"][group] < rows["magnitude"][group] for group in experiment.GROUPS
     )
     shown = f"dense {dense:.3f}; {text(rows, rows)}"
-    return Claim(METHOD, claim, "Tables L2707, L2730", thesis, shown, *verdict(holds))
+    return Claim(METHOD, claim, "Tables L2707, L2730", thesis, shown, *reproduced(holds, "W17"))
 
 
 def ranking() -> Claim:
@@ -94,7 +89,7 @@ def stochastic() -> Claim:
         "Table L2707",
         "6.91 against 6.88 (LLaMA2-7b), 5 trials",
         f"{np.mean(drawn):.3f} +- {np.std(drawn, ddof=1):.3f} ({len(drawn)} seeds) against {full:.3f}, output group",
-        *verdict(holds),
+        *reproduced(holds, "W17"),
     )
 
 
@@ -129,7 +124,7 @@ def fine_tuning() -> Claim:
         "Table L2802",
         "LLaMA3-8b, RIA: none 21.09, DSnoT 19.51, R^2-DSnoT 18.99 (50 swaps)",
         f"none, DSnoT, R^2-DSnoT (output group), at most {measured}",
-        *verdict(holds),
+        *reproduced(holds, "W17"),
     )
 
 
@@ -161,7 +156,7 @@ def stories_groups() -> Claim:
         "Tables L2707, L2770",
         "the comparison group is not stated (W9)",
         f"RIA leads by {lead['layer']:.1f} % in the layer group, by {lead['output']:.1f} % in the output group",
-        *verdict(holds),
+        *reproduced(holds, "W17"),
     )
 
 
@@ -185,8 +180,7 @@ def special_case() -> Claim:
         "for all weights",
         f"the best fit |W| (u_j + v_k) leaves {100 * ria:.1f} % of RIA's factor and {ri:.0e} of RI's: RI is a "
         "special case, RIA is not",
-        "corrected" if good else "differs",
-        "W7" if good else "",
+        *corrected(good, "W7"),
     )
 
 
@@ -218,8 +212,7 @@ def grow_rule() -> Claim:
         "lowers the expected error",
         f"after one swap the error of {100 * worse[True]:.0f} % of outputs is larger; with the weight in the rule "
         f"{100 * worse[False]:.0f} %",
-        "corrected" if good else "differs",
-        "W4" if good else "",
+        *corrected(good, "W4"),
     )
 
 

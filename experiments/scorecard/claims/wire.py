@@ -9,7 +9,7 @@ from commjax.algorithms import ef_bv
 from commjax.federation import exchange
 from commjax.federation.envelope import HEADER_BYTES
 from commjax.problems import quadratic
-from experiments.scorecard.claims import Claim
+from experiments.scorecard.claims import Claim, reproduced
 
 METHOD = "core"
 N, D, ROUNDS = 4, 40, 12
@@ -53,7 +53,7 @@ def wire_changes_nothing() -> Claim:
         "(bit for bit with one client "
         f"a device, tests/federation/test_exchange.py); payloads up {weighed:.0f} bits a client, ledger "
         f"{ledger:.0f}; envelopes, both ways, {header:.0f} more",
-        "reproduced" if gap < 1e-12 and weighed == ledger else "differs",
+        *reproduced(gap < 1e-12 and weighed == ledger),
     )
 
 

@@ -11,9 +11,9 @@ are called as follows:
     Mime-Adam, MimeLite-Adam, FedSpeed, Fed-LAMB    mime, mime_lite, fed_speed, fed_lamb
     Adam, Apollo, OASIS       adaptive.adam, adaptive.apollo, adaptive.oasis
 
-Gradients are of the full local objectives (the papers draw minibatches).  Solvers return the last point.  As in all
-solvers, the gradient of F at the end of a round is computed to report the residual.  Clients have to send it only if a
-tolerance needs it: `vectors_per_round` counts what a client sends.
+The solvers use gradients of the full local objectives F_i, where the papers draw minibatches.  They return the last
+point.  Like all solvers, they compute the gradient of F at the end of a round to report the residual.  Clients have to
+send this gradient only if a tolerance needs it; `vectors_per_round` counts what a client sends.
 """
 
 from commjax.prox.solvers.federated.corrected import fed_speed, mime, mime_lite

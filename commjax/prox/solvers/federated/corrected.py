@@ -20,17 +20,41 @@ from commjax.prox.solvers.base import (
 from commjax.prox.solvers.federated.local_steps import work
 
 
-def _mime(
+def mime(
     local_steps: Any,
     local_stepsize: Any,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-3,
+    initial_accumulator: float | None = None,
     *,
-    b1: float,
-    b2: float,
-    eps: float,
-    initial_accumulator: float | None,
-    correct: bool,
+    correct: bool = True,
 ) -> Solver:
-    """Return `mime` if `correct`, else `mime_lite`."""
+    """Mime with Adam (Karimireddy et al. 2021): local steps with frozen server statistics and an SVRG correction.
+
+        c = grad F(x),   then local_steps times from y_i = x:
+        y_i <- y_i - local_stepsize (b1 m + (1 - b1) (grad F_i(y_i) - grad F_i(x) + c)) / (sqrt(v) + eps)
+        m <- b1 m + (1 - b1) c        v <- b2 v + (1 - b2) c^2        x <- sum_i w_i y_i
+
+    F = sum_i w_i F_i, y_i is the model of client i, and m and v are the server's moments.  The clients need c before
+    the local steps, so a round is two aggregations and counts as two evaluations.
+
+    Thesis: Mime-Adam, Fig. 5.4.
+    Differs: v starts at grad F(x_0)^2, which is known from the first evaluation, because with v = 0 the first local
+    steps would divide by eps.  There is no bias correction.
+
+    Args:
+        local_steps: number of local steps.
+        local_stepsize: stepsize of the local steps.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: term that keeps the denominator away from 0.
+        initial_accumulator: the initial v; None means grad F(x_0)^2.
+        correct: whether the local steps have the SVRG correction - grad F_i(x) + c; without it this is `mime_lite`.
+
+    Returns:
+        The solver.  It needs `oracle.local`.
+    """
     check_positive(local_steps=local_steps, local_stepsize=local_stepsize, eps=eps)
     check_fractions(b1=b1, b2=b2)
 
@@ -58,42 +82,6 @@ def _mime(
     return solve
 
 
-def mime(
-    local_steps: Any,
-    local_stepsize: Any,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    eps: float = 1e-3,
-    initial_accumulator: float | None = None,
-) -> Solver:
-    """Mime with Adam (Karimireddy et al. 2021): local steps with frozen server statistics and an SVRG correction.
-
-        c = grad F(x),   then local_steps times from y_i = x:
-        y_i <- y_i - local_stepsize (b1 m + (1 - b1) (grad F_i(y_i) - grad F_i(x) + c)) / (sqrt(v) + eps)
-        m <- b1 m + (1 - b1) c        v <- b2 v + (1 - b2) c^2        x <- sum_i w_i y_i
-
-    The clients need c before the local steps, so a round is two aggregations and counts as two evaluations.
-
-    Thesis: Mime-Adam, Fig. 5.4.
-    Differs: v_0 = grad F(x_0)^2, known from the first evaluation, because a frozen v = 0 divides by eps; a number in
-    `initial_accumulator` is v_0.  No bias correction.
-
-    Args:
-        local_steps: number of local steps.
-        local_stepsize: stepsize of the local steps.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: term that keeps the denominator away from 0.
-        initial_accumulator: the initial v; None means grad F(x_0)^2.
-
-    Returns:
-        The solver.  It needs `oracle.local`.
-    """
-    return _mime(
-        local_steps, local_stepsize, b1=b1, b2=b2, eps=eps, initial_accumulator=initial_accumulator, correct=True
-    )
-
-
 def mime_lite(
     local_steps: Any,
     local_stepsize: Any,
@@ -108,39 +96,38 @@ def mime_lite(
     round and two vectors (`vectors_per_round`).
 
     Thesis: MimeLite-Adam, Sec. D.5.3.
-    Holds if: with local_steps > 1 it stops near, not at, the minimiser of F unless the F_i agree; `mime` has no such
-    bias.
-    Differs: see `mime`.
+    Holds if: local_steps = 1, or the F_i have the same minimiser.  Otherwise x converges to a point near the minimiser
+    of F; `mime` has no such bias.
+    Differs: as `mime`.
 
     Args:
-        local_steps: number of local steps.
-        local_stepsize: stepsize of the local steps.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: term that keeps the denominator away from 0.
-        initial_accumulator: the initial v; None means grad F(x_0)^2.
+        local_steps: as in `mime`.
+        local_stepsize: as in `mime`.
+        b1: as in `mime`.
+        b2: as in `mime`.
+        eps: as in `mime`.
+        initial_accumulator: as in `mime`.
 
     Returns:
         The solver.  It needs `oracle.local`.
     """
-    return _mime(
-        local_steps, local_stepsize, b1=b1, b2=b2, eps=eps, initial_accumulator=initial_accumulator, correct=False
-    )
+    return mime(local_steps, local_stepsize, b1, b2, eps, initial_accumulator, correct=False)
 
 
 def fed_speed(local_steps: Any, local_stepsize: Any, lam: Any, rho: Any = 0.1, alpha: Any = 1.0) -> Solver:
-    """FedSpeed (Sun et al. 2023): prox-correction and perturbed gradients.
+    """FedSpeed (Sun et al. 2023): local steps with perturbed gradients, a prox term and its correction h_i.
 
         g = grad F_i(y_i),   p = grad F_i(y_i + rho g),   q = (1 - alpha) g + alpha p
         y_i <- y_i - local_stepsize (q - h_i + (y_i - x) / lam),   local_steps times from y_i = x
         h_i <- h_i - (y_i - x) / lam        x <- sum_i w_i (y_i - lam h_i)
 
-    h_i starts at 0 and stays with the client for all rounds of the cohort.
+    F = sum_i w_i F_i, and y_i is the model of client i.  h_i starts at 0 and stays with the client for all rounds of
+    the cohort.
 
     Thesis: FedSpeed, Fig. 5.4 and Sec. D.1.1.
-    Holds if: local_stepsize (L (1 + alpha rho L) + 1/lam) <= 1.  The limit has sum_i w_i q_i = 0: the minimiser of F if
-    alpha rho = 0 or the F_i agree, else one near it.
-    Differs: the perturbation is rho g, as in the paper's algorithm; its public code takes rho g / |g|.
+    Holds if: local_stepsize (L (1 + alpha rho L) + 1/lam) <= 1, where the F_i are L-smooth.  At the limit sum_i w_i q_i
+    = 0.  This is the minimiser of F if alpha rho = 0 or the F_i have the same minimiser, and a point near it otherwise.
+    Differs: the perturbation is rho g, as in the paper's algorithm; its public code has rho g / |g|.
 
     Args:
         local_steps: number of local steps.

@@ -46,9 +46,10 @@ def fed_lamb(
     client sends y_i and v_i: two vectors.
 
     Thesis: Fed-LAMB, Sec. D.1.1.
-    Holds if: |step| = local_stepsize |y| a layer whatever the gradient, so it ends at about that distance.
-    Differs: the scaling phi(|y|) is |y|, and v_i starts from u, where the thesis says nothing; gradients are of all
-    rows, so the paper's averaging over minibatches is not there.
+    Holds if: every step of a layer y has the length local_stepsize |y|, whatever the gradient, so x ends up at about
+    this distance from a minimiser.
+    Differs: the scaling phi(|y|) is |y|, and v_i starts at u; the thesis states neither.  A gradient uses all rows of a
+    client, where the paper averages over minibatches.
 
     Args:
         local_steps: number of local steps.

@@ -34,8 +34,11 @@ def fed_opt(
         x <- x + server(x - sum_i w_i y_i)
 
     Thesis: Sec. D.5.3.
-    Holds if: with local_steps > 1 it stops near, not at, the minimiser of F unless the F_i agree.
-    Differs: no correction for the bias of local adaptivity (Wang et al. 2021).
+    F = sum_i w_i F_i, x is the server's model, and y_i the model of client i.
+
+    Holds if: local_steps = 1, or the F_i have the same minimiser.  Otherwise x converges to a point near the minimiser
+    of F.
+    Differs: there is no correction for the bias of adaptive local steps (Wang et al. 2021).
 
     Args:
         local_steps: number of local steps.
@@ -89,9 +92,9 @@ def _adaptive(
     accumulator: float | None,
     epsilon: str,
 ) -> optax.GradientTransformation:
-    """Return an Optax optimizer with v <- decay v + weight g^2; `fed_adam` has the other formulas.
+    """Return an Optax optimizer with v <- decay v + weight g^2; the other formulas are those of `fed_adam`.
 
-    Optax itself has only bias_correction with epsilon outside or inside.
+    Optax itself has only bias-corrected variants.
     """
     if epsilon not in EPSILON:
         raise ValueError(f"epsilon={epsilon!r}; allowed: one of {', '.join(EPSILON)}")
@@ -134,15 +137,15 @@ def fed_adam(
     initial_accumulator: float | None = None,
     epsilon: str = "outside",
 ) -> Solver:
-    """FedAdam (Reddi et al. 2021): `fed_opt` with Adam on the server, D = x - sum_i w_i y_i, tau = eps.
+    """FedAdam (Reddi et al. 2021): `fed_opt` with Adam on the server.
 
         m <- b1 m + (1 - b1) D        v <- b2 v + (1 - b2) D^2        x <- x - learning_rate m / (sqrt(v) + tau)
 
-    m starts at 0 and v at tau^2.  Public packages differ in the last three options.  With bias_correction=True and
-    initial_accumulator=0 the server is `optax.adam`.
+    D = x - sum_i w_i y_i is the pseudo-gradient, and tau = eps.  m starts at 0 and v at tau^2.  Public packages differ
+    in the last three options.  With bias_correction=True and initial_accumulator=0 the server is `optax.adam`.
 
-    Thesis: FedAdam-Adam and FedAdam-AdaGrad through `local` (see the module).
-    Differs: without the corrections of Wang et al. (2021) for local adaptive steps, which Sec. D.1.1 mentions.
+    Thesis: FedAdam-Adam and FedAdam-AdaGrad, with the `local` that the docstring of the package lists.
+    Differs: there are no corrections of Wang et al. (2021) for adaptive local steps, which Sec. D.1.1 mentions.
 
     Args:
         local_steps: number of local steps.
@@ -150,7 +153,7 @@ def fed_adam(
         learning_rate: learning rate of the server.
         b1: decay of the first moment, in [0, 1).
         b2: decay of the second moment, in [0, 1).
-        eps: tau.
+        eps: tau, which keeps the denominator away from 0.
         local: see `fed_opt`.
         bias_correction: whether to use m / (1 - b1^t) and v / (1 - b2^t).
         initial_accumulator: the initial v; None means tau^2.
@@ -189,14 +192,14 @@ def fed_adagrad(
 
     Thesis: FedAdagrad-AdaGrad (Sec. D.1.1) with local=optax.scale_by_rss().  FedAdam-AdaGrad (Fig. 5.4) is `fed_adam`
     with that `local`.
-    Differs: without the local and global corrections of Wang et al. (2021), which Sec. D.1.1 mentions.
+    Differs: there are no corrections of Wang et al. (2021) for adaptive local steps, which Sec. D.1.1 mentions.
 
     Args:
         local_steps: number of local steps.
         local_stepsize: stepsize of the local steps.
         learning_rate: learning rate of the server.
         b1: decay of the first moment, in [0, 1).
-        eps: tau.
+        eps: tau, which keeps the denominator away from 0.
         local: see `fed_opt`.
         initial_accumulator: the initial v; None means tau^2.
         epsilon: see `fed_adam`.

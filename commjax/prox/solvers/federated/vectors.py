@@ -1,4 +1,4 @@
-"""What the clients send and receive in one aggregation of a solver, in vectors of dimension d."""
+"""Count the vectors of dimension d that a client sends and receives in one aggregation of a solver."""
 
 from collections.abc import Callable
 
@@ -52,7 +52,8 @@ def vectors_per_round(solver: Callable[..., Solver], residual: bool = False) -> 
 def vectors_down(solver: Callable[..., Solver]) -> int:
     """Return how many vectors of dimension d one client receives for each of `Result.evaluations`.
 
-    These are x and what else the local steps read: MimeLite's c (the client keeps its moments) and Fed-LAMB's u.
+    A client receives x and what its local steps need besides x: MimeLite's c, from which the client computes the
+    moments, or Fed-LAMB's u.
 
     Args:
         solver: see `vectors_per_round`.
