@@ -1,5 +1,6 @@
 """What the commands do with their options."""
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,9 @@ def prune(options: Prune[Any]) -> None:
             folder, options.calibration, samples=options.samples, length=options.window, seed=options.seed
         )
         layers = stream.prune_folder(folder, options.out, windows, recipe, batch_size=options.batch_size, stop=stop)
-    show(layers)
-    print(f"written to {options.out}")
+    with to_stdout():
+        show(layers)
+        print(f"written to {options.out}")
 
 
 def measure(options: Perplexity) -> None:
@@ -50,7 +52,18 @@ def measure(options: Perplexity) -> None:
     with stopping(), model_folder(options.model, options.tokenizer) as folder:
         losses = texts.losses(folder, options.text, length=options.window, batch_size=options.batch_size)
     nats, count = perplexity.nats_per_token(losses), int(losses.targets.sum())
-    print(f"perplexity {perplexity.perplexity(losses):.4f}, {nats:.4f} nats per token, {count} tokens")
+    with to_stdout():
+        print(f"perplexity {perplexity.perplexity(losses):.4f}, {nats:.4f} nats per token, {count} tokens")
+
+
+@contextmanager
+def to_stdout() -> Iterator[None]:
+    """Add the name stdout to an OSError of printing."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
 
 
 def recipe_of(options: Prune[Any]) -> Recipe:

@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Words of the command line; None: those of the process.
     """
+    if sys.stderr is None:  # closed by the caller; the first file that is opened must not get its number
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for the rest of the process
+    if sys.stdout is None:
+        sys.exit("commjax: stdout is closed; allowed: a terminal, a file or a pipe")
     outcome = _outcome(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
@@ -53,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _outcome(arguments: Sequence[str]) -> int | str | None:
     """Argument for `sys.exit`: 0 or None, an exit code, or the one line of an error."""
     try:
-        commands.run(parse(arguments))
+        with commands.to_stdout():
+            options = parse(arguments)
+        commands.run(options)
         return None
     except SystemExit as stop:
         return stop.code

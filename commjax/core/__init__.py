@@ -16,6 +16,7 @@ chunked        the job of `runner.loop`: placement, identity and checkpoint of a
 placement      where the state of a run lives: one device, clients or settings split over a mesh
 shards         rows of clients on a mesh: padding, `shard_map`, arrays of several processes
 checkpoint     files from which a run continues
+code           what identifies a traced program or a function
 identity       what must be the same for a checkpoint to be continued
 files          files that are written atomically, by one process at a time
 records        settings, metrics and bits of a run
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         checkpoint,
         checks,
         chunked,
+        code,
         cohorts,
         communication,
         compiled,
@@ -66,6 +68,7 @@ __all__ = [
     "checkpoint",
     "checks",
     "chunked",
+    "code",
     "cohorts",
     "communication",
     "compiled",

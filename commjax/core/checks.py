@@ -109,13 +109,34 @@ def per_client(name: str, value: Any, n: int) -> None:
 
 
 def ids_of(ids: Any) -> None:
-    """Raise a TypeError unless `ids` is a vector of integers."""
+    """Raise an error unless `ids` are the numbers of all n clients, 0 to n - 1, or of one client; values may be traced.
+
+    >>> ids_of(np.array([0, 1, 3]))
+    Traceback (most recent call last):
+    ValueError: ids=[0, 1, 3]; allowed: each of 0 to 2 once, such as jnp.arange(3)
+    """
     if not (hasattr(ids, "dtype") and jnp.ndim(ids) == 1 and jnp.issubdtype(ids.dtype, jnp.integer)):
         raise TypeError(f"ids must be a vector of client numbers, such as jnp.arange(n), got {_shown(ids)}")
+    # A remote client begins with its own number alone.
+    if len(ids) != 1 or (not isinstance(ids, Tracer) and int(ids[0]) < 0):
+        whole_range("ids", ids, len(ids))
+
+
+def whole_range(name: str, ids: Any, n: int) -> None:
+    """Raise a ValueError unless the first n ids are each of 0 to n - 1 once.  Traced and distributed ids pass."""
+    if n < 1 or len(ids) < 1:
+        raise ValueError(f"{name}: no clients; allowed: at least one, such as jnp.arange(1)")
+    if isinstance(ids, Tracer) or not getattr(ids, "is_fully_addressable", True):
+        return
+    numbers = np.asarray(ids)[:n]  # the others are padding
+    if len(numbers) != n or not np.array_equal(np.sort(numbers), np.arange(n)):
+        many = f"{len(numbers)} ids from {numbers.min(initial=0)} to {numbers.max(initial=0)}"
+        text = numbers.tolist() if len(numbers) <= 20 else many
+        raise ValueError(f"{name}={text}; allowed: each of 0 to {n - 1} once, such as jnp.arange({n})")
 
 
 def checked_init(init: InitFn) -> InitFn:
-    """Let an `init` function refuse ids that are no vector of integers.
+    """Let an `init` function validate its ids (`ids_of`).
 
     Args:
         init: (params, ids, **per_client) -> State.
@@ -232,7 +253,9 @@ def entry(
     key_of(key, swept)
     rounds_of(num_rounds)
     state_of(algorithm, state)
-    hparams_of(algorithm, hparams, len(state.clients.id) if n is None else n, swept)
+    n = len(state.clients.id) if n is None else n
+    whole_range("state.clients.id", state.clients.id, n)
+    hparams_of(algorithm, hparams, n, swept)
 
 
 def minibatch_of(size: int, data: PyTree) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from commjax.core import checkpoint as checkpoints
-from commjax.core import compiled, identity, placement, shards, tree
+from commjax.core import code, compiled, identity, placement, shards, tree
 from commjax.core.base import Algorithm, Key, State
 from commjax.core.batches import BatchFn
 from commjax.core.loop import DivergedError, History, first_bad_round
@@ -211,5 +211,5 @@ def identified(inputs: RunInputs, n: int) -> tuple[Any, dict[str, str]]:
         trace = compiled.compiled_sweep.trace
     strong = jax.tree.map(np.asarray, hparams)
     traced = trace(key, algorithm, strong, like, _abstract(data, rows, n), 1, batch_fn=batch_fn)
-    program = identity.program(traced.jaxpr)
+    program = code.of_program(traced.jaxpr)
     return like, identity.of_run(key, hparams, state, data, n=n, program=program)

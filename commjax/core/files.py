@@ -26,6 +26,26 @@ def _target(path: str | Path) -> Path:
     return target
 
 
+def temporary(path: Path) -> Path:
+    """A hidden name beside `path`, for a file or folder that is being written; nobody else gives such names.
+
+    >>> is_temporary(temporary(Path("run.ckpt")).name, "run.ckpt"), is_temporary(".run.ckpt.deadbeef")
+    (True, False)
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.commjax-partial")
+
+
+def is_temporary(name: str, target: str | None = None) -> bool:
+    """Whether this is a name of `temporary`, for the file or folder `target` if that is given."""
+    middle = ".+" if target is None else re.escape(target)
+    return re.fullmatch(rf"\.{middle}\.[0-9a-f]{{8}}\.commjax-partial", name) is not None
+
+
+def lock_file(path: Path) -> Path:
+    """The file beside a checkpoint that its writer locks."""
+    return path.with_name(f".{path.name}.commjax-lock")
+
+
 def _try_flock(handle: int) -> bool:
     """Lock an open file for this process.
 
@@ -42,9 +62,8 @@ def _try_flock(handle: int) -> bool:
 
 def _remove_orphans(path: Path) -> None:
     """Remove the temporary files that killed writers of `path` left.  A running writer holds a lock on its file."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}")
     for entry in os.scandir(path.parent):
-        if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+        if is_temporary(entry.name, path.name) and entry.is_file(follow_symlinks=False):
             with suppress(OSError), open(entry.path, "rb") as file:
                 if _try_flock(file.fileno()):
                     os.unlink(entry.path)
@@ -61,15 +80,15 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         The new file, open for writing.
     """
     # Files of `tempfile` would be readable by their owner only.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    new = temporary(path)
     try:
-        with open(temporary, "xb") as file:
+        with open(new, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+            os.replace(new, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
 
 
@@ -139,7 +158,7 @@ def _acquire(lock: Path, path: Path) -> int | None:
 def writing(path: str | Path | None, lock: bool = True) -> Generator[signals.Deferred, None, None]:
     """Be the only writer of a checkpoint, and hold SIGTERM and SIGINT back until it is written.
 
-    The lock is on a file `.NAME.lock` beside the checkpoint.  It ends with the process, even if that is killed; a lock
+    The lock is on the file `lock_file` beside the checkpoint.  It ends with the process, even if that is killed; a lock
     file that is left over does no harm.
 
     Args:
@@ -160,7 +179,7 @@ def writing(path: str | Path | None, lock: bool = True) -> Generator[signals.Def
 @contextmanager
 def _locked(path: Path) -> Generator[None, None, None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
+    lock = lock_file(path)
     handle = _acquire(lock, path)
     try:
         _remove_orphans(path)

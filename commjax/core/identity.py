@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -107,7 +106,7 @@ def of_run(key: Key, hparams: Any, state: State, data: PyTree, *, n: int, progra
         state: The first state; its client rows from n on are padding.
         data: Data of the clients, with as many rows as `state.clients`.
         n: The number of clients.
-        program: The program of a round, as `program` identifies it.
+        program: The program of a round, as `code.of_program` identifies it.
 
     Returns:
         Texts by name, as `fingerprint` gives them.
@@ -125,21 +124,6 @@ def of_run(key: Key, hparams: Any, state: State, data: PyTree, *, n: int, progra
     return fingerprint(
         key, hparams, start=start, clients=by_client(state.clients), data=by_client(data), program=program
     )
-
-
-def program(jaxpr: Any) -> tuple[str, list[Any]]:
-    """Return what identifies a traced program: its text and its constants.
-
-    Two methods may have equal states and hparams and differ in a compressor only; then their programs differ.
-
-    Args:
-        jaxpr: The closed jaxpr of the program.
-
-    Returns:
-        Its text and its constants.  Memory addresses are removed from the text, because they change from process to
-        process.
-    """
-    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), list(jaxpr.consts)
 
 
 def fingerprint(key: Key, hparams: Any, **parts: PyTree) -> dict[str, str]:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 MOVED = {
     "commjax.accounting": "commjax.privacy.accounting",
-    "commjax.agreement": "commjax.federation.fingerprint",
+    "commjax.agreement": "commjax.core.code",
     "commjax.algorithms.aggregation": "commjax.algorithms.fedp3.aggregation",
     "commjax.algorithms.fedcr_layers": "commjax.algorithms.fedcr.layers",
     "commjax.algorithms.fedp3_apart": "commjax.algorithms.fedp3.remote",

@@ -86,6 +86,8 @@ def unpacked(
             raise ValueError(f"{path} cannot be unpacked as {suffix}: {error or 'it ends too early'}") from error
         except OSError as error:
             # bz2 reports an invalid stream as an OSError without an error number.
+            if error.errno is not None and error.filename is None:
+                raise OSError(error.errno, error.strerror, str(path)) from error
             if error.errno is not None or suffix not in _UNPACK:
                 raise
             raise ValueError(f"{path} cannot be unpacked as {suffix}: {error}") from error
@@ -124,6 +126,12 @@ def text(path: str | os.PathLike) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}; allowed: UTF-8") from error
 
 
+def content(path: str | os.PathLike) -> bytes:
+    """Read a whole file that is not packed, of at most 256 MiB (`MOST_JSON`)."""
+    with unpacked(path, "", MOST_JSON) as file:
+        return file.read()
+
+
 def parse_json(content: str | bytes, path: str | os.PathLike) -> Any:
     """Parse a JSON text.
 
@@ -154,8 +162,7 @@ def read_json(path: str | os.PathLike) -> Any:
     Returns:
         The parsed value.
     """
-    with unpacked(path, "", MOST_JSON) as file:
-        return parse_json(file.read(), path)
+    return parse_json(content(path), path)
 
 
 def check_array(path: str | os.PathLike, shape: tuple[int, ...], itemsize: int) -> int:

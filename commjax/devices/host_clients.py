@@ -180,9 +180,9 @@ class _Cohorts:
         (key, hparams), first = self.inputs, self.identity is None
         if self.identity is None:
             self.identity = host_storage.run_identity(state, key, hparams)
-        self.saved = False
         m, _ = _size(self.algorithm, state.n, self.size)
-        ids = self.draw(key, int(state.server.round), state.n, m)
+        ids = _members_of(self.draw(key, int(state.server.round), state.n, m), state.n, m)
+        self.saved = False
         rows = jax.tree.map(lambda leaf: leaf[ids], state.rows)._replace(id=ids)
         step, inputs = cohort_step(self.algorithm, state.n, self.size), (state.server, rows, self.fetch(ids))
         if first and self.path is not None:
@@ -291,6 +291,15 @@ def _metrics(history: History, number: int) -> Metrics:
     """The metrics of the first rounds, in float64."""
     columns: Any = [history.arrays().get(name, np.zeros(0))[:number] for name in Metrics._fields]
     return Metrics(*columns)
+
+
+def _members_of(ids: Any, n: int, size: int) -> np.ndarray:
+    """The ids of a cohort as `draw` returned them.  Raises a ValueError unless they are `size` different clients."""
+    ids = np.asarray(ids)
+    integers = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not integers or len(np.unique(ids)) != size or len(ids) != size or ids.min() < 0 or ids.max() >= n:
+        raise ValueError(f"draw returned {ids.tolist()}; allowed: {size} different client numbers from 0 to {n - 1}")
+    return ids
 
 
 def _check_finite(algorithm: Algorithm, number: int, refused: np.ndarray, after: Any) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax.core import checkpoint, files, identity, tree
+from commjax.core import checkpoint, code, files, identity, tree
 from commjax.core.base import Algorithm, Key, Params
 from commjax.core.files import CheckpointError
 
@@ -58,7 +58,7 @@ def start(
     folder = Path(folder)
     with files.writing(folder / SERVER):
         # A `start` that was killed leaves these files and no server file; it can be repeated.
-        known = {path.name for path, _ in _files(folder, first)} | {f".{SERVER}.lock"}
+        known = {path.name for path, _ in _files(folder, first)} | {files.lock_file(folder / SERVER).name}
         if not {path.name for path in folder.iterdir()} <= known:
             raise ValueError(f"folder: {folder} is not empty; allowed: a new one (to go on with this one, see reopen)")
         rows = [
@@ -176,7 +176,7 @@ def program_identity(path: Path, stored: dict[str, str], step: Any, inputs: tupl
     like = [jax.ShapeDtypeStruct((len(rows.id), *shape), aval.dtype) for shape, aval in zip(shapes, types, strict=True)]
     strong = jax.tree.map(np.asarray, (hparams, server))
     traced = step.trace(key, *strong, rows, jax.tree.unflatten(jax.tree.structure(batch), like))
-    about |= {"program": identity.digest(identity.program(traced.jaxpr)), "batch shapes": json.dumps(shapes)}
+    about |= {"program": identity.digest(code.of_program(traced.jaxpr)), "batch shapes": json.dumps(shapes)}
     identity.check_identity(path, stored, {name: text for name, text in about.items() if name in stored})
     return {**stored, **about}
 

@@ -1,7 +1,6 @@
 """A server and clients that exchange bytes.
 
 contract        what server and clients agree on before the first message
-fingerprint     a digest of a function's source and closure, to compare the code of server and clients
 envelope        a header with run, round, client, length and checksum before a payload
 payload         encoders and decoders of downloads and uploads
 client          the client's part of a round: answer a download with an upload
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 from commjax.core.lazy import submodules
 
 if TYPE_CHECKING:
-    from commjax.federation import client, contract, envelope, exchange, fingerprint, flower, payload, server
+    from commjax.federation import client, contract, envelope, exchange, flower, payload, server
 
-__all__ = ["client", "contract", "envelope", "exchange", "fingerprint", "flower", "payload", "server"]
+__all__ = ["client", "contract", "envelope", "exchange", "flower", "payload", "server"]
 
 __getattr__, __dir__ = submodules(__name__, __all__)

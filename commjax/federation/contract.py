@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from commjax.core import checks, identity, rounds
+from commjax.core import checks, code, identity, rounds
 from commjax.core.base import Algorithm, Exchange, Key, State
 from commjax.core.runner import BatchFn, full_batch
-from commjax.federation.fingerprint import digest
 
 
 class Contract(NamedTuple):
@@ -107,10 +106,10 @@ def key_round(contract: Contract, round: int) -> Key:
 
 
 @cache
-def _code(exchange: Exchange, batch_fn: BatchFn) -> str:
+def _functions(exchange: Exchange, batch_fn: BatchFn) -> str:
     codecs = (exchange.download, exchange.upload)
     functions = (exchange.members, exchange.joined, exchange.start, exchange.commit, exchange.reduce)
-    return digest((exchange.client_step, exchange.server_step, batch_fn, (*codecs, *functions)))
+    return code.of_function((exchange.client_step, exchange.server_step, batch_fn, (*codecs, *functions)))
 
 
 def fingerprint(contract: Contract) -> int:
@@ -128,9 +127,9 @@ def fingerprint(contract: Contract) -> int:
     server = start(contract, jnp.arange(contract.n)).server
     name = exchange.compressor.name if exchange.compressor else "dense"
     about = identity.fingerprint(contract.key, contract.hparams, start=server)
-    code = _code(exchange, contract.batch_fn)
+    functions = _functions(exchange, contract.batch_fn)
     plain = (exchange.down, exchange.cohort_size, exchange.private, contract.n, contract.run, contract.rounds)
-    text = repr((sorted(about.items()), name, code, plain))
+    text = repr((sorted(about.items()), name, functions, plain))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 

@@ -155,14 +155,14 @@ def _canonical(stored: str) -> str:
 def _files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    files = sorted(set(_index(folder).values()), key=str)
+    files = _index(folder).values()
     for name in files:
         # Links are followed, because download caches consist of links.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
             raise ValueError(f"{folder / INDEX} names the file {name!r}; allowed: a file in the same folder")
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / INDEX} names {name!r}, which is not there")
-    return [folder / name for name in files]
+    return [folder / name for name in sorted(set(files))]
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{path} has no weight_map; allowed: an object with one")
     files = index["weight_map"]
     if not isinstance(files, dict) or not files:
-        raise ValueError(f"{path}: weight_map={files!r}; allowed: an object, tensor -> file")
+        raise ValueError(f"{path}: weight_map={repr(files)[:60]}; allowed: an object, tensor -> name of its file")
     return files
 
 

@@ -6,7 +6,6 @@ A folder is written under a temporary name and then renamed, so a folder with th
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from commjax.core.files import replaced, write_atomically
+from commjax.core.files import replaced, temporary, write_atomically
 from commjax.llm import config as configs
 from commjax.llm import names
 from commjax.llm.base import Model, Params
@@ -103,13 +102,13 @@ def writing(folder: str | os.PathLike) -> Iterator[Path]:
     folder = Path(folder)
     refuse_existing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    temporary.mkdir()
+    new = temporary(folder)
+    new.mkdir()
     try:
-        yield temporary
-        publish(temporary, folder)
+        yield new
+        publish(new, folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
 
 
@@ -123,15 +122,15 @@ def refuse_existing(folder: str | os.PathLike) -> None:
         raise ValueError(f"folder={os.fspath(folder)!r} exists; allowed: a new folder")
 
 
-def publish(temporary: Path, folder: str | os.PathLike) -> None:
+def publish(new: Path, folder: str | os.PathLike) -> None:
     """Rename a finished folder to its final name, in one step.
 
     Args:
-        temporary: The finished folder.
+        new: The finished folder.
         folder: The final name. An existing folder raises a ValueError.
     """
     refuse_existing(folder)
-    os.rename(temporary, folder)
+    os.rename(new, folder)
 
 
 def copy_beside(source: Path, folder: Path, omit: Sequence[str] = ()) -> None:

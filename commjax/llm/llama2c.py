@@ -1,12 +1,12 @@
 """Read Llama models in the `.bin` format (version 0) of llama2.c, for which small pretrained models exist."""
 
 import os
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from commjax.data import bounded
 from commjax.llm import architectures, export
 from commjax.llm.base import Layers, Model, Params
 from commjax.llm.checkpoints import TOKENIZER
@@ -64,7 +64,7 @@ def to_hugging_face(
     with export.writing(folder) as temporary:
         export.write_model(temporary, model, params)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            (temporary / TOKENIZER).write_bytes(bounded.content(tokenizer))
 
 
 def _config(path: Path, header: list[int]) -> Config:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from commjax.data import bounded
 from commjax.llm.checkpoints import TOKENIZER
 
 BOS, _FIRST_BYTE = 1, 3  # ids of llama2.c: 0 unknown, 1 begin, 2 end, then the 256 bytes
@@ -101,7 +102,7 @@ def llama2c(path: str | os.PathLike) -> Tokenizer:
 
 
 def _pieces(path: Path) -> tuple[list[bytes], list[float]]:
-    data, at = path.read_bytes(), 4
+    data, at = bounded.content(path), 4
     pieces, scores = [], []
     try:
         longest = struct.unpack_from("<i", data)[0]

@@ -67,6 +67,32 @@ def read_block(checkpoint: Checkpoint, partial: Path, number: int) -> Layers:
     return checkpoints.read_block(checkpoint._replace(tensors=tensors), number)
 
 
+# Size, time of the last change and number of a file.
+Stamps = dict[Path, tuple[int, int, int]]
+
+
+def _sources(checkpoint: Checkpoint) -> list[Path]:
+    """config.json and every file of weights."""
+    return sorted({checkpoint.folder / "config.json", *(path for path, _ in checkpoint.tensors.values())})
+
+
+def stamps(checkpoint: Checkpoint) -> Stamps:
+    """Return the stamps of the files of the source."""
+    return {path: _stamp(path) for path in _sources(checkpoint)}
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    now = path.stat()
+    return now.st_size, now.st_mtime_ns, now.st_ino
+
+
+def check_unchanged(stamps: Stamps) -> None:
+    """Raise a ValueError if a file of the source was written or replaced since its stamp."""
+    for path, stamp in stamps.items():
+        if _stamp(path) != stamp:
+            raise ValueError(f"{path} was written while it was read; nothing is published; start again")
+
+
 def fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Compute the sha256 of config.json and of every file of weights.
 
@@ -76,8 +102,7 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, str | None]:
     Returns:
         The hashes, by file name.
     """
-    files = {checkpoint.folder / "config.json", *(path for path, _ in checkpoint.tensors.values())}
-    return {path.name: sha256(path) for path in sorted(files)}
+    return {path.name: sha256(path) for path in _sources(checkpoint)}
 
 
 def sha256(path: Path) -> str | None:

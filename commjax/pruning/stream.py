@@ -5,8 +5,9 @@ Memory holds one block, the block before it until it is written, and the activat
 The work is done in `OUT.partial`, which is renamed to OUT at the end.  Every finished block is a shard of its own, with
 its sha256 in `manifest.json`.  To resume a run that was killed, call it again with the same arguments.  It continues
 after the last finished block and ends with the same bits: it recomputes the activations from the pruned blocks, so they
-are not stored on disk.  Every byte of the source is hashed first, so that a run is never continued on another source.
-A shard that was altered or lost since it was written is computed again, with the blocks after it.
+are not stored on disk.  Every byte of the source is hashed first, so that a run is never continued on another source,
+and again before the result is published: a source that is written meanwhile ends the run with an error.  A shard that
+was altered or lost since it was written is computed again, with the blocks after it.
 """
 
 import fcntl
@@ -14,7 +15,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commjax import __version__
+from commjax.core.files import is_temporary
 from commjax.core.identity import digest
 from commjax.core.progress import progress_bar
 from commjax.data import bounded
@@ -40,8 +41,6 @@ from commjax.pruning.recipe import Recipe
 
 MANIFEST = "manifest.json"
 _FORMAT = "commjax-pruned-3"
-# Names that `export` and safetensors give to a file or folder that is being written.
-_TORN = re.compile(r"\..+\.[0-9a-f]{8}|\.tmp[A-Za-z0-9]{6}")
 
 
 class Stopped(Exception):
@@ -79,9 +78,10 @@ def prune_folder(
     source, out = Path(source), Path(out)
     export.refuse_existing(out)
     checkpoint = checkpoints.open_folder(source)
+    stamps = shards.stamps(checkpoint)
     recipes.check(recipe, checkpoint.model)
     in_memory.check_windows(checkpoint.model, windows, batch_size)
-    checkpoints.open_folder(source, finite=True)  # last, because it reads everything
+    checkpoint = checkpoints.open_folder(source, finite=True)  # last, because it reads everything
     partial = out.with_name(f"{out.name}.partial")
     identity = {
         "format": _FORMAT,
@@ -90,11 +90,15 @@ def prune_folder(
         "calibration": {"windows": list(windows.shape), "batch_size": batch_size, "digest": digest(windows)},
         "source": shards.fingerprint(checkpoint),
     }
-    _begin(partial, checkpoint, identity, lambda: _sparsities(checkpoint, windows, recipe, batch_size))
+    job = _Job(partial, checkpoint, stamps, windows, recipe, batch_size, progress, stop)
+    _begin(job, identity)
     with _locked(partial):
         manifest = _resume(partial, checkpoint, identity, progress)
-        _run(_Job(partial, checkpoint, windows, recipe, batch_size, progress, stop), manifest)
+        _run(job, manifest)
         _end(partial, checkpoint)
+        if shards.fingerprint(checkpoint) != identity["source"]:
+            shutil.rmtree(partial)  # nobody knows which blocks are of which source
+            raise ValueError(f"{source} was written while it was read; nothing is published; start again")
         export.publish(partial, out)
     return layers_of(manifest)
 
@@ -122,23 +126,40 @@ def layers_of(manifest: dict[str, Any]) -> tuple[Layer, ...]:
         manifest: The manifest.
 
     Returns:
-        The result of every layer.
+        The result of every layer.  Raises a ValueError if the manifest has no such list.
     """
-    return tuple(Layer(**layer) for block in manifest["blocks"] for layer in block)
+    try:
+        return tuple(Layer(**layer) for block in manifest["blocks"] for layer in block)
+    except (KeyError, TypeError) as error:
+        text = repr(manifest.get("blocks"))[:60]
+        raise ValueError(f"{MANIFEST}: blocks={text}; allowed: a list of blocks, each a list of layers") from error
 
 
-def _begin(
-    partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], sparsities: Callable[[], list[float]]
-) -> None:
+class _Job(NamedTuple):
+    """Arguments of a run."""
+
+    partial: Path
+    checkpoint: Checkpoint
+    stamps: shards.Stamps
+    windows: Windows
+    recipe: Recipe
+    batch_size: int
+    progress: bool
+    stop: Callable[[], bool]
+
+
+def _begin(job: _Job, identity: dict[str, Any]) -> None:
     """Create the folder of a new run."""
+    partial = job.partial
     # Folders that were left by a process that was killed in this function.
     for torn in partial.parent.glob(f".{glob.escape(partial.name)}.*"):
-        if _TORN.fullmatch(torn.name) and torn.is_dir():
+        if is_temporary(torn.name, partial.name) and torn.is_dir():
             shutil.rmtree(torn)
     if not partial.exists():
-        manifest = identity | {"sparsities": sparsities(), "blocks": [], "files": {}}
+        manifest = identity | {"sparsities": _sparsities(job), "blocks": [], "files": {}}
+        shards.check_unchanged(job.stamps)
         with export.writing(partial) as folder:
-            export.copy_beside(checkpoint.folder, folder)
+            export.copy_beside(job.checkpoint.folder, folder)
             export.write_json(folder / MANIFEST, _sealed(manifest))
 
 
@@ -179,6 +200,9 @@ def _resume(partial: Path, checkpoint: Checkpoint, identity: dict[str, Any], pro
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
     """Raise a ValueError unless the manifest is as it was written.  `_resume` refuses a manifest of another format."""
+    layers_of(manifest)
+    if not isinstance(manifest.get("files"), dict):
+        raise ValueError(f"{MANIFEST}: files={manifest.get('files')!r}; allowed: an object, file -> sha256")
     if manifest.get("format") == _FORMAT and manifest.get("sha256") != _sealed(manifest)["sha256"]:
         raise ValueError(f"{MANIFEST} is not as it was written: its sha256 is another")
 
@@ -200,7 +224,7 @@ def _differing(written: Any, wanted: Any) -> tuple[Any, Any]:
 def _remove_torn(partial: Path) -> None:
     """Remove the files that a killed process was writing."""
     for torn in partial.glob(".*"):
-        if _TORN.fullmatch(torn.name) and torn.is_file():
+        if is_temporary(torn.name) and torn.is_file():
             torn.unlink()
 
 
@@ -227,22 +251,10 @@ def _forget_altered(partial: Path, checkpoint: Checkpoint, manifest: dict[str, A
     manifest["files"] = {file: sha for file, sha in manifest["files"].items() if file in kept}
 
 
-def _sparsities(checkpoint: Checkpoint, windows: Windows, recipe: Recipe, batch_size: int) -> list[float]:
-    model, outer = checkpoint.model, checkpoints.read_outer(checkpoint)
-    blocks = _blocks(checkpoint, 0)
-    return in_memory.sparsity_of_blocks(model, outer, blocks, windows, recipe, batch_size).tolist()
-
-
-class _Job(NamedTuple):
-    """Arguments of a run."""
-
-    partial: Path
-    checkpoint: Checkpoint
-    windows: Windows
-    recipe: Recipe
-    batch_size: int
-    progress: bool
-    stop: Callable[[], bool]
+def _sparsities(job: _Job) -> list[float]:
+    model, outer = job.checkpoint.model, checkpoints.read_outer(job.checkpoint)
+    blocks = _blocks(job.checkpoint, 0)
+    return in_memory.sparsity_of_blocks(model, outer, blocks, job.windows, job.recipe, job.batch_size).tolist()
 
 
 def _run(job: _Job, manifest: dict[str, Any]) -> None:
@@ -251,7 +263,7 @@ def _run(job: _Job, manifest: dict[str, Any]) -> None:
     count, finished = model.config.num_hidden_layers, len(manifest["blocks"])
     outer = checkpoints.read_outer(checkpoint)
     if shards.file_name(checkpoint, 0) not in manifest["files"]:
-        _write(partial, checkpoint, manifest, 0, names.outer_tensors(model, outer))
+        _write(job, manifest, 0, names.outer_tensors(model, outer))
     if finished == count:
         return
     hidden = in_memory.embed(model, outer, job.windows, job.batch_size)
@@ -277,7 +289,7 @@ def _run(job: _Job, manifest: dict[str, Any]) -> None:
         for number, (block, layers) in enumerate(pruned, finished):
             if written is not None:
                 written.result()  # at most one block waits for the disk
-            written = disk.submit(_finish, partial, checkpoint, manifest, number, block, layers)
+            written = disk.submit(_finish, job, manifest, number, block, layers)
             if number + 1 < count and job.stop():
                 written.result()
                 raise _stopped(partial, number + 1, count)
@@ -289,25 +301,17 @@ def _stopped(partial: Path, finished: int, count: int) -> Stopped:
     return Stopped(f"stopped with {finished} of {count} blocks in {partial}; the same command again continues")
 
 
-def _finish(
-    partial: Path,
-    checkpoint: Checkpoint,
-    manifest: dict[str, Any],
-    number: int,
-    block: Layers,
-    layers: tuple[Layer, ...],
-) -> None:
+def _finish(job: _Job, manifest: dict[str, Any], number: int, block: Layers, layers: tuple[Layer, ...]) -> None:
     """Write the shard of a block, then the manifest, so that the manifest lists only shards that exist."""
-    tensors = names.block_tensors(checkpoint.model, number, block)
+    tensors = names.block_tensors(job.checkpoint.model, number, block)
     manifest["blocks"].append([layer._asdict() for layer in layers])
-    _write(partial, checkpoint, manifest, number + 1, tensors)
+    _write(job, manifest, number + 1, tensors)
 
 
-def _write(
-    partial: Path, checkpoint: Checkpoint, manifest: dict[str, Any], number: int, tensors: dict[str, np.ndarray]
-) -> None:
-    """Write a shard, then the manifest with its sha256."""
-    file = shards.file_name(checkpoint, number)
+def _write(job: _Job, manifest: dict[str, Any], number: int, tensors: dict[str, np.ndarray]) -> None:
+    """Write a shard, then the manifest with its sha256; first make sure that the source is what it was."""
+    shards.check_unchanged(job.stamps)
+    partial, file = job.partial, shards.file_name(job.checkpoint, number)
     manifest["files"] = dict(sorted({**manifest["files"], file: export.write_tensors(partial / file, tensors)}.items()))
     export.write_json(partial / MANIFEST, _sealed(manifest))
 

@@ -1,9 +1,11 @@
 """The words of a command line, its outcome, and the folder it runs in: what the tests of the command line share."""
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from commjax.cli import main
@@ -41,3 +43,11 @@ def refused(arguments, message, capsys, code=1):
 
 def tree():
     return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
+
+
+def llama2c_file(path):
+    """A small llama2.c model with random weights."""
+    random, (dim, vocab, length) = np.random.default_rng(0), (16, 259, 32)
+    sizes = [vocab * dim, 2 * dim, *[2 * dim * dim] * 4, 2 * dim, *[2 * dim * dim] * 3, dim, length * 2, length * 2]
+    header = struct.pack("<7i", dim, dim, 2, 4, 4, vocab, length)
+    path.write_bytes(header + random.normal(0, 0.3, sum(sizes)).astype("<f4").tobytes())

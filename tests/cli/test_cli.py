@@ -1,7 +1,6 @@
 """The command line runs the functions behind it: progress, table, files and perplexity."""
 
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from commjax.cli import main
 from commjax.llm import perplexity, texts, tokens
 from commjax.pruning import scores, stream
 from commjax.pruning.recipe import Recipe, choose
-from tests.cli.cases import ROOT, TEXT, outcome, prune
+from tests.cli.cases import ROOT, TEXT, llama2c_file, outcome, prune
 from tests.pruning import models
 
 
@@ -55,10 +54,7 @@ def test_perplexity(workspace, capsys):
 
 def test_a_llama2c_file_is_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    random, (dim, vocab, length) = np.random.default_rng(0), (16, 259, 32)
-    sizes = [vocab * dim, 2 * dim, *[2 * dim * dim] * 4, 2 * dim, *[2 * dim * dim] * 3, dim, length * 2, length * 2]
-    header = struct.pack("<7i", dim, dim, 2, 4, 4, vocab, length)
-    Path("tiny.bin").write_bytes(header + random.normal(0, 0.3, sum(sizes)).astype("<f4").tobytes())
+    llama2c_file(Path("tiny.bin"))
     Path("text.txt").write_text(TEXT)
     code, lines = outcome(prune(model="tiny.bin"), capsys)
     allowed = "tok259.bin, tokenizer.bin, or --tokenizer FILE"

@@ -12,7 +12,7 @@ import pytest
 
 from commjax.cli import main
 from commjax.llm import checkpoints
-from tests.cli.cases import ROOT, outcome, prune, refused
+from tests.cli.cases import ROOT, llama2c_file, outcome, prune, refused
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -110,4 +110,28 @@ def test_a_closed_pipe_is_no_error_and_a_full_output_is_one():
         ]
     errors = [run.communicate(timeout=120)[1].decode() for run in runs]
     assert [run.returncode for run in runs] == [141, 1]
-    assert errors[0] == "" and re.fullmatch(r"commjax: (stdout: )?\[Errno 28\] No space left on device\n", errors[1])
+    assert errors[0] == "" and re.fullmatch(r"commjax: \[Errno 28\] No space left on device: 'stdout'\n", errors[1])
+
+
+@pytest.mark.parametrize(
+    "redirect, code, said",
+    [
+        (">&-", 1, "commjax: stdout is closed; allowed: a terminal, a file or a pipe\n"),
+        ("2>&-", 0, ""),
+        (">/dev/full", 1, "commjax: [Errno 28] No space left on device: 'stdout'\n"),
+    ],
+)
+def test_a_closed_or_full_stream_is_one_line(redirect, code, said, workspace):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    words = f"{sys.executable} -m commjax perplexity --model model --text text.txt --window 16"
+    run = subprocess.run(f"exec {words} {redirect}", shell=True, env=environment, capture_output=True, timeout=120)
+    assert (run.returncode, run.stderr.decode()) == (code, said)
+    assert (b"perplexity" in run.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize("option", ["text", "tokenizer"])
+def test_an_error_of_the_system_names_the_file(option, workspace, capsys):
+    llama2c_file(Path("tiny.bin"))
+    words = ["perplexity", "--model", "tiny.bin" if option == "tokenizer" else "model"]
+    words += ["--text", "text.txt", f"--{option}", "/proc/self/mem"]
+    refused(words, r"\[Errno 5\] Input/output error: '/proc/self/mem'", capsys)

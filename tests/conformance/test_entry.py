@@ -103,6 +103,21 @@ def test_another_method_s_hparams_or_state_a_dict_and_an_int_are_refused_by_ever
             case.algorithm.init(case.params, ids, **case.per_client)
 
 
+@ALL
+def test_ids_that_are_not_each_client_once_are_refused_at_init_and_at_the_entry(name):
+    case = build(name)
+    state, n = case.init(), len(case.init().clients.id)
+    wrong = [np.arange(n) + 10, np.arange(n) - 1, np.zeros(n, np.int32), np.arange(n)[:0]]
+    for ids in wrong:
+        with pytest.raises(ValueError, match=r"ids(=\[|: no clients).*allowed: "):
+            case.algorithm.init(case.params, jnp.asarray(ids), **case.per_client)
+        clients = state.clients._replace(id=jnp.asarray(ids))
+        with pytest.raises(ValueError, match=r"state.clients.id(=\[|: no clients).*allowed: "):
+            runner.run(KEY, case.algorithm, case.hparams, State(state.server, clients), case.data, 1)
+    with pytest.raises(ValueError, match=r"ids=\[-1\]; allowed: "):
+        case.algorithm.init(case.params, jnp.array([-1]), **case.per_client)
+
+
 def concrete(hparams):
     return [(name, value) for name, value in hparams._asdict().items() if np.ndim(value) == 0]
 

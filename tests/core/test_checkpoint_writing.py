@@ -41,26 +41,31 @@ def test_temporary_files_of_a_killed_writer_of_the_same_path_are_removed(tmp_pat
     names, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda source, target: names.append(source.name) or replace(source, target))
     files.write_atomically(tmp_path / "run", b"old")
-    ours = [".run.0123abcd", ".run.ffffffff", *names]  # the last one is what a kill before `replace` leaves
+    ours = [
+        ".run.0123abcd.commjax-partial",
+        ".run.ffffffff.commjax-partial",
+        *names,
+    ]  # the last one is what a kill before `replace` leaves
     others = [
-        ".run.0123abc",
-        ".run.0123abcde",
-        ".run.0123ABCD",
-        "run.0123abcd",
-        ".run2.0123abcd",
-        ".r.n.0123abcd",
+        ".run.deadbeef",  # a user's
+        ".run.0123abc.commjax-partial",
+        ".run.0123ABCD.commjax-partial",
+        "run.0123abcd.commjax-partial",
+        ".run2.0123abcd.commjax-partial",
+        ".r.n.0123abcd.commjax-partial",
+        ".run.0123abcd.commjax-partial2",
         ".run",
     ]
-    living = tmp_path / ".run.00000000"
+    living = tmp_path / ".run.00000000.commjax-partial"
     for name in (*ours, *others, living.name):
         (tmp_path / name).write_bytes(b"half")
-    (tmp_path / ".run.11111111").mkdir()
+    (tmp_path / ".run.11111111.commjax-partial").mkdir()
     with open(living, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
         files.write_atomically(tmp_path / "run", b"whole")
         assert living.exists()
     found = {one.name for one in tmp_path.iterdir()}
-    assert found == {"run", ".run.11111111", living.name, *others}
+    assert found == {"run", ".run.11111111.commjax-partial", living.name, *others}
     with files.writing(tmp_path / "run"):
         assert not living.exists()
 
@@ -87,7 +92,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_
     finally:
         first.kill()
         first.communicate()
-    lock = path.with_name(".run.lock")
+    lock = path.with_name(".run.commjax-lock")
     assert lock.exists()
     with files.writing(path):
         assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -97,7 +102,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_
 
 
 def test_a_file_system_without_locks_is_said_and_a_lock_that_another_removed_is_taken_again(tmp_path, monkeypatch):
-    path, lock, calls = tmp_path / "run", tmp_path / ".run.lock", []
+    path, lock, calls = tmp_path / "run", tmp_path / ".run.commjax-lock", []
 
     def removed_once(handle):
         calls.append(handle)
@@ -124,7 +129,7 @@ def test_a_file_system_without_locks_is_said_and_a_lock_that_another_removed_is_
     lock.unlink(missing_ok=True)
     lock.mkdir()
     with (
-        pytest.raises(CheckpointError, match=r"its lock file .*\.run\.lock cannot be opened"),
+        pytest.raises(CheckpointError, match=r"its lock file .*\.run\.commjax-lock cannot be opened"),
         files.writing(path),
     ):
         pass

@@ -116,6 +116,16 @@ def test_only_members_are_fetched_and_written():
     np.testing.assert_array_equal(written, np.unique(np.concatenate(asked)))
 
 
+@pytest.mark.parametrize("ids", [[-1, 2, 3], [2, 2, 3], [1, 2, 10], [1, 2], [[1, 2, 3]], [1.0, 2.0, 3.0]], ids=str)
+def test_a_cohort_that_is_not_some_of_the_clients_is_refused_and_nothing_is_written(ids):
+    algorithm, hparams, many = nice_ef_bv(10)
+    with pytest.raises(ValueError, match=r"draw returned \[.*; allowed: 3 different client numbers from 0 to 9"):
+        host_clients.run(
+            KEY, algorithm, hparams, many, lambda ids: np.ones((3, 4)), 1, size=3, draw=lambda *_: np.array(ids)
+        )
+    assert not many.rows.shift.any() and many.server.round == 0
+
+
 def test_the_memory_of_a_compiled_round_does_not_depend_on_the_number_of_clients():
     def bytes_of(n):
         algorithm, hparams, many = nice_ef_bv(n, d=100)

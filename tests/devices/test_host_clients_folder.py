@@ -201,8 +201,8 @@ def test_a_start_that_was_killed_is_started_again_and_other_files_are_not_touche
         patch.setattr(host_storage, "log", killed)
         with pytest.raises(SystemExit):
             host_clients.start(NICE, jnp.ones(4), 50, tmp_path / "rows")
-    (tmp_path / "rows" / ".server.safetensors.lock").write_text("of a killed process")
-    (tmp_path / "rows" / ".server.safetensors.0123abcd").write_text("half")
+    (tmp_path / "rows" / ".server.safetensors.commjax-lock").write_text("of a killed process")
+    (tmp_path / "rows" / ".server.safetensors.0123abcd.commjax-partial").write_text("half")
     equal(on_disk(tmp_path / "rows", 5), run_of(nice_ef_bv(50)[2], 5)[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")

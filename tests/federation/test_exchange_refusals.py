@@ -1,18 +1,16 @@
 """What an exchange refuses: downloads of others, bad downloads, methods that do not send once a round."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from commjax.algorithms import ef_bv, fedavg
-from commjax.compressors import comp, top_k
+from commjax.compressors import top_k
 from commjax.core import runner
 from commjax.core.base import Message
 from commjax.core.rounds import federated
-from commjax.federation import exchange, fingerprint
+from commjax.federation import exchange
 from commjax.federation.envelope import HEADER_BYTES, Header, RefusedError, seal
 from commjax.federation.exchange import AbsentError, Contract
 from commjax.problems import quadratic
@@ -143,22 +141,3 @@ def test_contracts_whose_steps_or_batches_differ_are_of_different_runs():
         *(identity_of(3, batch_fn=runner.minibatches(size)) for size in (2, 3)),
     ]
     assert len(set(different)) == 5
-
-
-def test_a_digest_of_functions_sees_what_they_close_over():
-    def of(value, default=1):
-        def inner(x, y=default):
-            return inner if value is None else x + y
-
-        return inner
-
-    same = [of(2), of((1, {"b": 2, "a": np.ones(2)})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
-    again = [of(2), of((1, {"a": np.ones(2), "b": 2})), of(None), partial(of(2), y=3), of(top_k(2)), jax.jit(of(2))]
-    digests = [fingerprint.digest(thing) for thing in same]
-    assert digests == [fingerprint.digest(thing) for thing in again] and len(set(digests)) == 6
-    others = [of(3), of((1, {"b": 2, "a": np.zeros(2)})), of(2, 2), partial(of(2), y=4), of(top_k(3)), jax.jit(of(3))]
-    assert not set(digests) & {fingerprint.digest(thing) for thing in others}
-    bare = eval("lambda x: x + 1", {})  # no source
-    assert fingerprint.digest(bare) == fingerprint.digest(eval("lambda x: x + 1", {}))
-    assert fingerprint.digest(bare) != fingerprint.digest(eval("lambda x: x * 2 + x", {}))
-    assert fingerprint.digest(top_k(2).compress) != fingerprint.digest(comp(2, 3).compress)

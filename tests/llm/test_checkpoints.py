@@ -195,7 +195,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/hosts", "sub/x.safetensors", "..", ".", "", "a\\b", 3, None]
+    "name", ["../model.safetensors", "/etc/hosts", "sub/x.safetensors", "..", ".", "", "a\\b", 3, None, ["f"]]
 )
 def test_an_index_may_not_leave_the_folder(folder, name):
     index = shard(folder)

@@ -82,8 +82,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     kill_when(source, tmp_path / "out", lambda: (partial / "model-00002-of-00004.safetensors").exists())
     assert blocks() == 0
     kill_when(source, tmp_path / "out", lambda: blocks() == 2)
-    (partial / ".model-00004-of-00004.safetensors.12345678").write_bytes(b"torn")
-    (partial / ".tmpaZ09xy").write_bytes(b"torn, of safetensors")
+    (partial / ".model-00004-of-00004.safetensors.12345678.commjax-partial").write_bytes(b"torn")
     with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
         checkpoints.open_folder(partial)
     half = (partial / "model-00002-of-00004.safetensors").stat().st_mtime_ns
@@ -149,7 +148,7 @@ def test_an_unfinished_run_of_something_else_is_refused(what, tmp_path, monkeypa
 
 def test_what_a_kill_leaves_beside_a_run_is_removed_and_what_is_not_ours_stays(tmp_path, monkeypatch):
     source = models.folder(tmp_path / "source")
-    torn, other = tmp_path / ".out.partial.0123abcd", tmp_path / ".out.partial.mine"
+    torn, other = tmp_path / ".out.partial.0123abcd.commjax-partial", tmp_path / ".out.partial.mine"
     for path in (torn, other):
         path.mkdir()
         (path / "config.json").write_text("{")
@@ -160,7 +159,7 @@ def test_what_a_kill_leaves_beside_a_run_is_removed_and_what_is_not_ours_stays(t
     assert not torn.exists() and other.exists()
     partial = tmp_path / "out.partial"
     (partial / ".ipynb_checkpoints").mkdir()
-    (partial / ".manifest.json.0123abcd").write_text("{")
+    (partial / ".manifest.json.0123abcd.commjax-partial").write_text("{")
     stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     hidden = [path.name for path in (tmp_path / "out").glob(".*")]
     assert hidden == [".ipynb_checkpoints"] and not partial.exists() and other.exists()

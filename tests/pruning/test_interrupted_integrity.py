@@ -83,6 +83,9 @@ def test_the_manifest_has_the_sha256_of_every_shard(tmp_path):
         lambda manifest: manifest | {"files": {}},
         lambda manifest: {name: value for name, value in manifest.items() if name != "sha256"},
         lambda manifest: [manifest],
+        lambda manifest: stream._sealed(manifest | {"blocks": None}),
+        lambda manifest: stream._sealed(manifest | {"blocks": [[{"name": 3}]]}),
+        lambda manifest: stream._sealed(manifest | {"files": None}),
     ],
 )
 def test_a_manifest_that_was_altered_is_refused(change, tmp_path, monkeypatch):
@@ -92,10 +95,35 @@ def test_a_manifest_that_was_altered_is_refused(change, tmp_path, monkeypatch):
     before = models.files(partial)
     with pytest.raises(
         ValueError,
-        match=r"out\.partial exists and is no unfinished run \(.*manifest\.json (is not as it was|holds a list)",
+        match=r"out\.partial exists and is no unfinished run \(.*\.json( is not as it was| holds|: (blocks|files)=)",
     ):
         stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
     assert models.files(partial) == before
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("hidden", [False, True], ids=["as usual", "with the old time and size"])
+def test_a_source_that_is_written_while_it_is_read_is_not_published(hidden, when, tmp_path, monkeypatch):
+    source = models.folder(tmp_path / "source")
+    stream.prune_folder(source, tmp_path / "whole", models.windows(), WANDA, progress=False)
+    path = max(source.glob("*.safetensors"))
+    before, times, read = path.read_bytes(), path.stat(), checkpoints.read_block
+
+    def rewritten(checkpoint, number):
+        if number == when:
+            path.write_bytes(before[:-2] + b"\0\0")
+            if hidden:
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return read(checkpoint, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "read_block", rewritten)
+        with pytest.raises(ValueError, match=r"source.* was written while it was read; nothing is published"):
+            stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    assert not (tmp_path / "out").exists()
+    path.write_bytes(before)  # what was computed meanwhile is not used again
+    stream.prune_folder(source, tmp_path / "out", models.windows(), WANDA, progress=False)
+    assert models.files(tmp_path / "out") == models.files(tmp_path / "whole")
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, monkeypatch):
