@@ -35,57 +35,6 @@ settings.register_profile("commjax", deadline=None, max_examples=25, derandomize
 settings.load_profile("commjax")
 
 
-# Three tiers.  `pytest -m "not slow"` leaves out the files of SLOW and LONG, `pytest` those of LONG, and
-# `pytest -m long` runs those of LONG only: experiments, notebooks, several processes, fuzzing, networks.
-SLOW = (
-    "algorithms/test_scafflix",
-    "algorithms/test_sketched",
-    "cli/",
-    "compressors/test_combined",
-    "compressors/test_format",
-    "conformance/",
-    "core/test_loop",
-    "core/test_robust",
-    "core/test_runner",
-    "data/test_download",
-    "devices/",
-    "federation/",
-    "llm/",
-    "prox/test_cohort",
-    "pruning/test_masks",
-    "pruning/test_model",
-    "pruning/test_zeroshot",
-)
-LONG = (
-    "algorithms/test_fedcr",
-    "algorithms/test_fedp3",
-    "algorithms/test_ldp_fedp3",
-    "algorithms/test_recommend",
-    "algorithms/test_sppm_as",
-    "compressors/test_certify",
-    "compressors/test_exact_laws",
-    "compressors/test_fuzz",
-    "conformance/test_devices",
-    "core/test_kill",
-    "core/test_signals",
-    "core/test_suite",
-    "devices/test_distributed",
-    "experiments/",
-    "federation/test_codec_fuzz",
-    "federation/test_exchange",
-    "integrations/test_optax",
-    "models/test_networks",
-    "privacy/",
-    "problems/test_logistic",
-    "prox/test_federated_solvers",
-    "prox/test_solvers",
-    "pruning/test_interrupted",
-    "pruning/test_memory",
-    "pruning/test_regrow",
-    "pruning/test_stream",
-)
-
-
 # The files that take longest start first, so that no worker is left with a long one at the end.
 HEAVY = (
     "federation/test_flower",
@@ -109,17 +58,15 @@ HEAVY = (
 
 def order(item: pytest.Item) -> int:
     """The place of a test's file among the heavy ones, or after them all."""
-    path = str(item.path)
-    return next((place for place, part in enumerate(HEAVY) if part in path), len(HEAVY))
+    return next((place for place, file in enumerate(HEAVY) if item.nodeid.startswith(f"tests/{file}")), len(HEAVY))
 
 
+# Three tiers, which files mark: `pytestmark = pytest.mark.slow` or `long`.  `pytest -m "not slow"` leaves out both,
+# `pytest` the long ones, and `pytest -m long` runs only those.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
     for item in items:
-        path = str(item.path)
-        if any(part in path for part in LONG):
-            item.add_marker(pytest.mark.long)
-        if item.get_closest_marker("long") or any(part in path for part in SLOW):
+        if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -173,6 +173,7 @@ def by_layers(name: str, dtype: Any) -> Case:
     if name == "fedp3":
         plan = plans.plan(network, [["a", "b", "head"], ["b", "head"]] * (N // 2), 0.67)
         how = {"pruning": submodels.random(), "local_pruning": local_pruning.ordered(0.9, 2), "cohort": 6}
+        how["aggregate"] = aggregation.weighted()
     else:
         plan = plans.plan(network, [["a", "b", "head"], ["a", "head"]] * (N // 2))
         held = jax.tree.map(lambda leaf: leaf[0], cast(PROBLEM, dtype))

@@ -9,6 +9,8 @@ from commjax.algorithms import fedcr
 from commjax.algorithms.fedcr import method
 from commjax.data.stacked import Examples
 
+pytestmark = pytest.mark.long
+
 N, ROWS, D, Z, CLASSES = 3, 4, 5, 2, 3
 RNG = np.random.default_rng(0)
 TARGETS = np.array([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 0, 0]], np.int32)  # nobody has class 2

@@ -11,6 +11,8 @@ from commjax.algorithms.fedcr import layers as fedcr_layers
 from commjax.algorithms.fedp3 import layers, plans, submodels
 from commjax.data.stacked import Examples
 
+pytestmark = pytest.mark.long
+
 N, ROWS, D, Z, CLASSES = 3, 4, 5, 2, 3
 RNG = np.random.default_rng(0)
 DATA = Examples(

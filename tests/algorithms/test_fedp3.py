@@ -29,6 +29,8 @@ from tests.algorithms.fedp3_cases import (
     one_round,
 )
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "others, over",

@@ -20,6 +20,8 @@ from tests.algorithms.fedp3_cases import (
     played,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_weighted_averaging_counts_layers_and_is_normalised_over_holders():
     state, _ = one_round(aggregate=aggregation.weighted())

@@ -9,6 +9,8 @@ from commjax.algorithms.fedp3 import layers, plans
 from commjax.algorithms.fedp3.layers import Layers
 from commjax.models import layered, networks, resnet
 
+pytestmark = pytest.mark.long
+
 FIVE = Layers(("conv1", "conv2", "fc1", "fc2", "ffc"), (0, 1, 2, 3, 4))
 CIFAR10 = np.array([4864, 102464, 1638400, 1048576, 10240])
 PARAMS = {

@@ -10,6 +10,8 @@ from commjax.core import local
 from commjax.pruning import scores
 from tests.algorithms.fedp3_cases import DATA, GAMMA, HELD, IDS, KEY, MIXED, PARAMS, ROWS, N, loss
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "how, words",

@@ -14,6 +14,8 @@ from tests.federation import test_exchange
 from tests.federation.exchange_cases import Federation, equal_bits, rows, shared
 from tests.registry import tree_loss
 
+pytestmark = pytest.mark.long
+
 N, KEY = 4, jax.random.key(5)
 DATA = jax.tree.map(jnp.asarray, quadratic.random(1, N, 20, mu=0.5, L=2.0))
 FLAT = jnp.linspace(-1.0, 1.3, 20)

@@ -13,6 +13,8 @@ from commjax.models import layered, networks
 from commjax.pruning import scores
 from tests.algorithms.fedp3_cases import KEY, LAYERS, PARAMS, N, close, one_round, played
 
+pytestmark = pytest.mark.long
+
 
 def test_scores_of_the_pruning_package_make_masks():
     plan = plans.plan(LAYERS, [["c"]], 0.5)

@@ -25,6 +25,8 @@ from tests.algorithms.fedp3_cases import (
     played,
 )
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "pruning, others",

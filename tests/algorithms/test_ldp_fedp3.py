@@ -12,6 +12,8 @@ from commjax.core.base import Message, Round, State
 from commjax.privacy import accounting, mechanism
 from commjax.theory import ldp_fedp3 as theory
 
+pytestmark = pytest.mark.long
+
 N, M, D = 3, 5, 7
 KEY = jax.random.key(5)
 IDS = jnp.arange(N)

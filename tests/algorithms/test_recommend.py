@@ -11,6 +11,8 @@ from commjax.core import runner
 from commjax.problems import quadratic
 from commjax.prox.cohort import Hubs
 
+pytestmark = pytest.mark.long
+
 N, D, KEY = 6, 3, jax.random.key(0)
 PROBLEM = quadratic.random(1, N, D, mu=1.0, L=4.0)
 DATA = jax.tree.map(jnp.asarray, PROBLEM)

@@ -32,6 +32,8 @@ from tests.algorithms.scafflix_cases import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/goldens_scafflix.json").read_text())
 
 

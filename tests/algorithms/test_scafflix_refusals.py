@@ -23,6 +23,8 @@ from tests.algorithms.scafflix_cases import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("make", [scafflix.scafflix, scafflix.iterations, scafflix.i_scaffnew])
 def test_a_shift_that_breaks_the_invariant_is_refused(make):

@@ -32,6 +32,8 @@ from tests.algorithms.scafflix_cases import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def best(alpha):
     """The minimiser of the FLIX objective: x_i* = c_i, so f_i(alpha x + (1 - alpha) c_i) = alpha^2 f_i(x)."""

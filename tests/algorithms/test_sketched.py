@@ -14,6 +14,8 @@ from commjax.compressors import identity, perm_k
 from commjax.core import rounds, runner
 from commjax.problems import quadratic
 
+pytestmark = pytest.mark.slow
+
 N, D = 3, 7
 KEY = jax.random.key(3)
 PROBLEM = quadratic.random(0, N, D, mu=0.5, L=2.0)

@@ -19,6 +19,8 @@ from commjax.sampling import samplings
 from commjax.theory import sppm as theory
 from tests.algorithms.sppm_as_cases import CLUSTERS, DATA, EXACT, KEY, PROBLEM, SAMPLINGS, START, D, N, after, newton
 
+pytestmark = pytest.mark.long
+
 
 def prox(x, weights, gamma):
     """argmin sum_i w_i f_i + |. - x|^2 / (2 gamma)"""

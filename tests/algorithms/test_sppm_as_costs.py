@@ -15,6 +15,8 @@ from commjax.prox.solvers import quasi_newton
 from commjax.sampling import samplings
 from tests.algorithms.sppm_as_cases import CLUSTERS, DATA, EXACT, KEY, SAMPLINGS, START, D, N, after, newton
 
+pytestmark = pytest.mark.long
+
 
 def test_hubs_add_up_to_the_same_and_their_bits_are_counted():
     hubs = cohort.Hubs.make([0, 1, 1, 0, 1, 0, 1, 1])  # the first cluster has a hub of its own

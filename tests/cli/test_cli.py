@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from commjax import llm
 from commjax.cli import main
@@ -14,6 +15,8 @@ from commjax.pruning import scores, stream
 from commjax.pruning.recipe import Recipe, choose
 from tests.cli.cases import ROOT, TEXT, llama2c_file, outcome, prune
 from tests.pruning import models
+
+pytestmark = pytest.mark.slow
 
 
 def test_prune_is_the_functions_behind_it(workspace, capsys):

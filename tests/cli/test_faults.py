@@ -14,6 +14,8 @@ from commjax.cli import main
 from commjax.llm import checkpoints
 from tests.cli.cases import ROOT, llama2c_file, outcome, prune, refused
 
+pytestmark = pytest.mark.slow
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 

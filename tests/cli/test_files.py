@@ -12,6 +12,8 @@ import pytest
 from commjax.llm import checkpoints
 from tests.cli.cases import TEXT, prune, refused
 
+pytestmark = pytest.mark.slow
+
 DEEP = "[" * 100_000 + "]" * 100_000
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
 

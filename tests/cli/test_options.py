@@ -6,6 +6,8 @@ import pytest
 
 from tests.cli.cases import prune, refused
 
+pytestmark = pytest.mark.slow
+
 # Words of `commjax prune`, and the message.
 REFUSED = {
     "seed": (prune(seed=2**70), "seed=1180591620717411303424; allowed: 0 to 4294967295"),

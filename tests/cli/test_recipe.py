@@ -15,6 +15,8 @@ from commjax.pruning import regrow, scores
 from commjax.pruning.recipe import Recipe, choose, describe
 from tests.cli.cases import prune
 
+pytestmark = pytest.mark.slow
+
 JOINS = ("relative", "relative_to_sum", "plain", "harmonic", "root")
 SCORES = {f"ria --join {name}": choose(scores.ria, join=getattr(scores, name)) for name in JOINS} | {
     "magnitude": choose(scores.magnitude),

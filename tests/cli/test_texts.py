@@ -9,6 +9,8 @@ import pytest
 from commjax.llm import texts, tokens
 from tests.cli.cases import TEXT
 
+pytestmark = pytest.mark.slow
+
 
 def test_text_files_of_every_kind(tmp_path):
     wanted = ["Ein Text.", "ünicode\n\nand more"]

@@ -23,6 +23,8 @@ from commjax.compressors.certify import _bounds, trial_vectors
 from commjax.core.base import Constants, Message
 from tests.compressors.zoo import WITH_LAW, ZOO, moments, sizes
 
+pytestmark = pytest.mark.long
+
 METHODS = pytest.mark.parametrize("limit", [6, 0], ids=["enumeration", "sampling"])
 
 

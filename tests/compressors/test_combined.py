@@ -11,6 +11,8 @@ from commjax.compressors import comp, identity, leafwise, m_nice, mix, perm_k, r
 from commjax.theory.ef_bv import best_scaling, one_minus_r
 from tests.compressors.zoo import WITH_LAW, ZOO, cloud, moments, sizes
 
+pytestmark = pytest.mark.slow
+
 LAWS = pytest.mark.parametrize("name", WITH_LAW)
 ALL = pytest.mark.parametrize("name", ZOO)
 

@@ -24,6 +24,8 @@ from commjax.compressors import (
 )
 from tests.compressors.zoo import INF, cloud
 
+pytestmark = pytest.mark.long
+
 SAMPLES = 20_000
 CASES = {
     # name: (compressor, n, d)

@@ -10,6 +10,8 @@ from commjax.compressors import WireFormatError, certify, check, perm_k, rand_k,
 from commjax.core.base import Message
 from tests.compressors.zoo import ZOO
 
+pytestmark = pytest.mark.slow
+
 
 def nested(dtype):
     shapes = {"b": {"c": (2,), "s": ()}, "w": (3, 3)}

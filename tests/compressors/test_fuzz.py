@@ -22,6 +22,8 @@ from commjax.federation import envelope
 from commjax.federation.envelope import HEADER_BYTES, Header, RefusedError, seal, unseal
 from tests.compressors.zoo import ZOO, cloud
 
+pytestmark = pytest.mark.long
+
 D, N, TRIALS = 12, 3, 10_000
 KEY = jax.random.key(4)
 LIKE = np.zeros(D, np.float32)

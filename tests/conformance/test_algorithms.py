@@ -13,6 +13,8 @@ from commjax.core.base import State
 from tests import registry
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(7)
 ALL = pytest.mark.parametrize("name", registry.NAMES)
 KINDS = pytest.mark.parametrize("name", registry.KINDS)

@@ -14,6 +14,8 @@ from commjax.devices.mesh import client_mesh
 from commjax.federation import exchange
 from tests import registry
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs/contributing.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 KEY = jax.random.key(3)

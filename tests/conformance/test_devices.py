@@ -13,6 +13,8 @@ from tests import registry
 from tests.conformance.test_algorithms import KEY, close, trajectory
 from tests.registry import build
 
+pytestmark = pytest.mark.long
+
 mesh = cache(client_mesh)
 WAYS = {
     "shard_map": lambda algorithm, devices: shard_step(algorithm, mesh(devices)),

@@ -22,6 +22,8 @@ from commjax.devices.mesh import client_mesh
 from tests import registry, registry_cases
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(7)
 ALL = pytest.mark.parametrize("name", registry.NAMES)
 

@@ -10,6 +10,8 @@ from commjax.core.checkpoint import CheckpointError
 from commjax.devices.mesh import client_mesh
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(5)
 CASE = build("ef-bv comp")
 N = 7  # neither 2 nor 4 devices divide it

@@ -22,6 +22,8 @@ from commjax.devices.mesh import client_mesh
 from commjax.integrations import optax as cj_optax
 from commjax.problems import constants, logistic
 
+pytestmark = pytest.mark.slow
+
 N, ROWS, D, ROUNDS = 37, 20, 123, 8
 INF = float("inf")
 

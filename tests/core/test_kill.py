@@ -10,6 +10,8 @@ import pytest
 
 from tests.core import kills
 
+pytestmark = pytest.mark.long
+
 ROOT, KILLS = Path(__file__).parents[2], 3
 
 

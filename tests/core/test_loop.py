@@ -13,6 +13,8 @@ from commjax.devices.mesh import client_mesh, shard
 from tests import registry
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 CASE = build("ef-bv m-nice")
 KEY = jax.random.key(11)
 

@@ -15,6 +15,8 @@ from commjax.devices.mesh import AXIS, client_mesh
 from commjax.problems import quadratic
 from tests.registry import PROBLEM, VALUE_AND_GRAD, D, N, cast, start
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(3)
 RNG = np.random.default_rng(0)
 ROWS = {"w": RNG.standard_normal((9, 4, 2)) * 10, "b": RNG.standard_normal(9)}

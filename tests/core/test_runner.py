@@ -12,6 +12,8 @@ from commjax.data.stacked import ClientData
 from commjax.problems import logistic, quadratic
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 CASE = build("ef-bv m-nice")
 KEY = jax.random.key(11)
 

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 
 from commjax.core import files, signals
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

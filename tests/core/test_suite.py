@@ -1,11 +1,14 @@
 """A test that crashes or hangs ends the run of pytest with its name, and does not leave it waiting."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 BODY = {"crash": "os.kill(os.getpid(), signal.SIGILL)", "hang": "time.sleep(600)"}
@@ -28,6 +31,22 @@ def test_a_lost_worker_ends_the_run_with_the_name_of_the_test(tmp_path, what):
     )
     assert found.returncode == 1, found.stdout
     assert "crashed while running 'test_it.py::test_bad'" in found.stdout
+
+
+def test_the_tiers_do_not_depend_on_where_the_clone_lies(tmp_path):
+    """A folder above the clone may have the name of a folder of tests."""
+    clone = tmp_path / "experiments" / "privacy" / "clone"
+    (clone / "tests").mkdir(parents=True)
+    for name in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copy(ROOT / name, clone / name)
+    (clone / "commjax").symlink_to(ROOT / "commjax")
+    (clone / "tests" / "test_quick.py").write_text("def test_quick(): pass")
+    (clone / "tests" / "test_long.py").write_text("import pytest\npytestmark = pytest.mark.long\ndef test_long(): pass")
+    for tier, wanted in (("not slow", "quick"), ("slow", "long"), ("long", "long")):
+        words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n", "0", "-m", tier, "tests"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        found = subprocess.run(words, env=environment, cwd=clone, capture_output=True, text=True).stdout
+        assert found.splitlines()[0] == f"tests/test_{wanted}.py::test_{wanted}" and found.count("::") == 1, found
 
 
 def test_torch_does_not_use_amx():

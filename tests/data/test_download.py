@@ -11,6 +11,8 @@ import pytest
 
 from commjax.data import bounded, download, libsvm
 
+pytestmark = pytest.mark.slow
+
 TEXT = b"1 1:1\n-1 2:1\n" * 20_000
 SHA = hashlib.sha256(TEXT).hexdigest()
 FILES = {

@@ -11,6 +11,8 @@ from commjax.devices import hosts
 from commjax.devices.mesh import client_mesh
 from tests.registry import build
 
+pytestmark = pytest.mark.long
+
 KEY = jax.random.key(3)
 CASE = build("ef-bv comp")
 N = len(CASE.ids)

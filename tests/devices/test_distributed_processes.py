@@ -20,6 +20,8 @@ from experiments import launch
 from tests.devices import pair
 from tests.registry import KINDS, build
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 KEY = jax.random.key(3)
 

@@ -21,6 +21,8 @@ from tests.compressors.zoo import ZOO
 from tests.devices.host_clients_cases import HPARAMS, KEY, nice_ef_bv, run_of
 from tests.registry import PROBLEM, VALUE_AND_GRAD, D, N, start
 
+pytestmark = pytest.mark.slow
+
 DATA = jax.tree.map(np.asarray, PROBLEM)
 M, ROUNDS = 3, 5
 

@@ -14,6 +14,8 @@ from commjax.core.checkpoint import CheckpointError
 from commjax.devices import host_clients, host_storage
 from tests.devices.host_clients_cases import HPARAMS, KEY, NICE, WIDE, nice_ef_bv, run_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_error_of_a_fetch_leaves_a_federation_to_go_on_from(tmp_path):
     wanted, metrics = run_of(nice_ef_bv(50)[2], 6)

@@ -22,6 +22,8 @@ from commjax.devices.mesh import (
 )
 from tests.registry import build
 
+pytestmark = pytest.mark.slow
+
 CASE = build("gd")
 KEY = jax.random.key(0)
 

@@ -17,6 +17,8 @@ from experiments.cohort_squeeze import networks as cohort_squeeze_networks
 from experiments.cohort_squeeze import runs as cohort_squeeze_runs
 from experiments.cohort_squeeze import workers as cohort_squeeze_workers
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -13,6 +13,8 @@ from experiments.ef_bv import runs as ef_bv_runs
 from experiments.ef_bv import table as ef_bv_table
 from experiments.scorecard.claims import ef_bv as claims
 
+pytestmark = pytest.mark.long
+
 TINY = ef_bv.Settings(datasets=("breast_cancer",), n=12, rounds=12, chunk=4, progress=False)
 
 

@@ -20,6 +20,8 @@ from experiments.fedp3 import task as fedp3_task
 from experiments.fedp3.task import Run, Settings
 from experiments.scorecard.claims import fedp3 as claims
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -15,6 +15,8 @@ from experiments.fedp3 import privacy as driver
 from experiments.fedp3 import theory as fedp3_theory
 from experiments.scorecard.claims import privacy as claims
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 

@@ -17,6 +17,8 @@ from experiments.scafflix import condition as scafflix_condition
 from experiments.scafflix import networks as scafflix_networks
 from experiments.scafflix import runs as scafflix_runs
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -10,6 +10,8 @@ from experiments.scorecard import page as scorecard
 from experiments.scorecard import workers as claim_workers
 from experiments.scorecard.claims import Claim, core
 
+pytestmark = pytest.mark.long
+
 GOOD = Claim("M", "a < b & so on", "L1", "1", "1", "reproduced", figure=b"\x89PNG fake")
 BAD = Claim("M", "other", "L2", "1", "2", "differs")
 

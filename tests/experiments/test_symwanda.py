@@ -18,6 +18,8 @@ from experiments.symwanda import task as symwanda_task
 from experiments.symwanda import zeroshot as symwanda_zeroshot
 from tests.pruning import models
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -6,6 +6,8 @@ import pytest
 
 from experiments import transformer
 
+pytestmark = pytest.mark.long
+
 TINY = transformer.Settings(
     clients=2, batch=2, length=8, width=8, layers=1, heads=1, steps=3, longer=2, share=0.1, margin=100.0, progress=False
 )

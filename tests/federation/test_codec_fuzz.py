@@ -15,6 +15,8 @@ from tests import registry
 from tests.compressors.test_fuzz import mutations
 from tests.federation.exchange_cases import ONCE, PRIVATE, Federation, contract_of
 
+pytestmark = pytest.mark.long
+
 TRIALS = int(os.environ.get("COMMJAX_FUZZ", "1000"))
 
 

@@ -18,6 +18,8 @@ from commjax.federation.envelope import HEADER_BYTES, seal, unseal
 from commjax.federation.exchange import AbsentError, Contract
 from commjax.problems import quadratic
 
+pytestmark = pytest.mark.slow
+
 DATA = jax.tree.map(jnp.asarray, quadratic.random(3, 4, 12, mu=0.5, L=2.0))
 CONFIG = {"rounds": 3}
 

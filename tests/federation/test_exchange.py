@@ -26,6 +26,8 @@ from tests.federation.exchange_cases import (
     shared,
 )
 
+pytestmark = pytest.mark.long
+
 # Two programs for one formula: XLA adds up a product of all clients' rows in another order than one client's, and
 # fuses a product and a sum in one of them only.
 ROUNDED = (

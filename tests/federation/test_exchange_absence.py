@@ -15,6 +15,8 @@ from commjax.federation.envelope import HEADER_BYTES, RefusedError, seal, unseal
 from commjax.federation.exchange import AbsentError
 from tests.federation.exchange_cases import BAD, DATA, DENSE, NICE, TOP, Federation, equal_bits, quadratics
 
+pytestmark = pytest.mark.long
+
 SILENT = m_nice(2, DENSE)
 
 

@@ -12,6 +12,8 @@ from commjax.federation.envelope import Header, seal
 from commjax.federation.exchange import AbsentError, Contract
 from tests.federation.exchange_cases import KEY
 
+pytestmark = pytest.mark.long
+
 LARGE = 2**24 + 1  # parameters: 32 times as many bits are no float32
 LENGTHS = [
     (identity(), 4 * LARGE),

@@ -16,6 +16,8 @@ from commjax.federation.exchange import AbsentError, Contract
 from commjax.problems import quadratic
 from tests.federation.exchange_cases import BAD, DATA, DENSE, KEY, TOP, Federation, contract_of, odd, quadratics, rows
 
+pytestmark = pytest.mark.long
+
 
 def test_downloads_and_uploads_of_others_are_refused():
     contract = quadratics(TOP)

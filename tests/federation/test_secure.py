@@ -16,6 +16,8 @@ from tests.federation.cluster import Cluster, kill
 pytest.importorskip("flwr", reason="needs the extra flower")
 from flower_ef_bv import task  # pyright: ignore[reportMissingImports]
 
+pytestmark = pytest.mark.slow
+
 RECIPE = (Path(__file__).parents[2] / "BUILD.md").read_text().partition("### With TLS")[2]
 
 

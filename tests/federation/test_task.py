@@ -18,6 +18,8 @@ APP = Path(__file__).parents[2] / "experiments" / "flower_ef_bv"
 sys.path.insert(0, str(APP))
 from flower_ef_bv import task  # pyright: ignore[reportMissingImports]  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
 

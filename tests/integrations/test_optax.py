@@ -21,6 +21,8 @@ from commjax.integrations import optax as cj_optax
 from commjax.problems import quadratic
 from tests.registry import COMPRESSORS, PROBLEM, VALUE_AND_GRAD, D, N, start
 
+pytestmark = pytest.mark.long
+
 KEY = jax.random.key(5)
 DATA = jax.tree.map(jnp.asarray, PROBLEM)
 ROUNDS = 3

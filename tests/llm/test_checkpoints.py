@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 from commjax.llm import base, checkpoints
 from tests.llm import tiny
 
+pytestmark = pytest.mark.slow
+
 CASE = "llama grouped queries"
 Q = "model.layers.1.self_attn.q_proj.weight"
 

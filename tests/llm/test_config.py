@@ -9,6 +9,8 @@ from commjax.llm import config
 from commjax.llm.config import Config, Rope
 from tests.llm import tiny
 
+pytestmark = pytest.mark.slow
+
 LLAMA = {"model_type": "llama"}
 OPT = {"model_type": "opt"}
 

@@ -14,6 +14,8 @@ from commjax.llm import checkpoints, config, export, names
 from tests.llm import tiny
 from tests.llm.test_checkpoints import same
 
+pytestmark = pytest.mark.slow
+
 
 def cast(params, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

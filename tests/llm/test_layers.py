@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from commjax.llm import layers
 from commjax.llm.config import Rope
 
+pytestmark = pytest.mark.slow
+
 
 def normal(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

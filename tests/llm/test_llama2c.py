@@ -10,6 +10,8 @@ import pytest
 from commjax import llm
 from commjax.llm import base, checkpoints, llama2c, tokens
 
+pytestmark = pytest.mark.slow
+
 DIM, INNER, BLOCKS, HEADS, KV, VOCAB, LENGTH = 16, 12, 2, 4, 2, 11, 10
 HEAD = DIM // HEADS
 MATRICES = {"wq": (DIM, DIM), "wk": (KV * HEAD, DIM), "wv": (KV * HEAD, DIM), "wo": (DIM, DIM)}

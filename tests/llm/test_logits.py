@@ -8,6 +8,8 @@ import pytest
 from commjax import llm
 from tests.llm import tiny
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_goldens_cover_every_case():
     assert list(tiny.goldens()) == list(tiny.CASES)

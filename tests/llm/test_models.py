@@ -10,6 +10,8 @@ from commjax.integrations import flax as cj_flax
 from commjax.llm import base, config, layers, llama, opt
 from tests.llm import tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("case", ["llama biases", "llama head_dim", "opt pre-norm", "opt post-norm", "opt bare"])
 def test_inputs_are_what_enters_each_layer(case, tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from commjax import llm
 from commjax.llm import base, llama2c, perplexity, tokens
 from tests.llm import tiny
 
+pytestmark = pytest.mark.slow
+
 ADVANCE, ENTROPIES = cast(Any, perplexity.advance_once), cast(Any, perplexity._entropies)  # jitted
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from commjax.llm import tokens
 
+pytestmark = pytest.mark.slow
+
 PIECES = [" ", "a", "b", "c", "ab", "bc", "aa", "abc", " a", "é", "aaa", "<0", "x"]
 SCORES = [-9.0, -9.0, -9.0, -9.0, -1.0, -0.5, -2.0, -3.0, -1.0, -9.0, -2.0, -1.0, -9.0]
 

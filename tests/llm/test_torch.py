@@ -15,6 +15,7 @@ from commjax.llm import base, config, llama2c, tokens  # noqa: E402
 from tests.llm import tiny  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.extra,
     pytest.mark.filterwarnings("ignore"),  # theirs, which change with every release
 ]

@@ -12,6 +12,8 @@ from commjax.data import embedded, partition, stacked
 from commjax.data.stacked import Examples
 from commjax.models import networks
 
+pytestmark = pytest.mark.long
+
 IMAGE = jnp.ones((2, 28, 28, 1), jnp.float32)
 DIGIT = jnp.ones((2, 8, 8, 1), jnp.float32)
 TOKENS = jnp.ones((2, 5), jnp.int32)

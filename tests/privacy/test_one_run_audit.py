@@ -12,6 +12,8 @@ from commjax.algorithms.fedp3.one_run_audit import lower_bound, p_value
 from commjax.privacy import mechanism
 from commjax.privacy.accounting import guarantee
 
+pytestmark = pytest.mark.long
+
 KEY = jax.random.key(0)
 JAX_PRIVACY = (0.0010733299019243516, 0.016537847209041896)
 

@@ -11,6 +11,8 @@ from commjax.privacy import accounting
 from commjax.privacy.accounting import Guarantee, calibrate, guarantee
 from commjax.theory import ldp_fedp3 as theory
 
+pytestmark = pytest.mark.long
+
 # --- accountants
 
 

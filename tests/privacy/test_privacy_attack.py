@@ -11,6 +11,8 @@ from commjax.algorithms.fedp3 import private_training
 from commjax.privacy import mechanism
 from commjax.privacy.accounting import calibrate, guarantee
 
+pytestmark = pytest.mark.long
+
 KEY = jax.random.key(0)
 
 

@@ -14,6 +14,8 @@ from commjax.data.stacked import Examples
 from commjax.privacy import mechanism
 from commjax.theory import ldp_fedp3 as theory
 
+pytestmark = pytest.mark.long
+
 KEY = jax.random.key(0)
 
 

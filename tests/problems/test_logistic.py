@@ -13,6 +13,8 @@ import pytest
 from commjax.data import embedded, libsvm, partition, stacked
 from commjax.problems import logistic
 
+pytestmark = pytest.mark.long
+
 requires_data = pytest.mark.skipif("COMMJAX_DATA" not in os.environ, reason="COMMJAX_DATA names no data folder")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("data", "goldens_ef_bv.json").read_text())["efbv_table"]
 load = functools.cache(libsvm.load)

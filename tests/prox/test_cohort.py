@@ -16,6 +16,8 @@ from commjax.devices.mesh import AXIS, client_mesh, shard_step
 from commjax.prox import cohort
 from commjax.sampling import samplings
 
+pytestmark = pytest.mark.slow
+
 N, KEY = 8, jax.random.key(5)
 IDS = jnp.arange(N)
 

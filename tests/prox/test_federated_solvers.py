@@ -27,6 +27,8 @@ from tests.prox.federated_solvers_cases import (
     unravel,
 )
 
+pytestmark = pytest.mark.long
+
 
 def grad(x):
     return MEAN @ (x - OPTIMUM)

@@ -30,6 +30,8 @@ from tests.prox.federated_solvers_cases import (
     unravel,
 )
 
+pytestmark = pytest.mark.long
+
 TOGETHER = jax.tree.map(lambda leaf: np.repeat(leaf[:1], M, 0), APART)
 LOCAL = [name for name in SOLVERS if name not in ("adam", "apollo", "oasis")]
 each = pytest.mark.parametrize("name", SOLVERS)

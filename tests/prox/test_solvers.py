@@ -32,6 +32,8 @@ from tests.prox.solvers_cases import (
     solution,
 )
 
+pytestmark = pytest.mark.long
+
 each = pytest.mark.parametrize("name", ALL)
 
 

@@ -12,6 +12,8 @@ from commjax.prox.solvers import quasi_newton
 from commjax.prox.solvers.base import BROKE_DOWN, CONVERGED, Oracle
 from tests.prox.solvers_cases import ALL, CENTER, PROBLEMS, D, _value_and_grad, each_exact, jit, oracle_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("c2", [0.1, 0.9])
 def test_the_line_search_satisfies_strong_wolfe_from_short_and_long_first_steps(c2):

@@ -29,6 +29,8 @@ from tests.prox.solvers_cases import (
     run,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_gradient_descent_takes_the_steps_of_its_docstring():
     x = CENTER

@@ -18,6 +18,8 @@ from tests.cli.cases import prune
 from tests.pruning import models
 from tests.pruning.interrupted_cases import WANDA, failing
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, time

@@ -11,6 +11,8 @@ from commjax.pruning import stream
 from tests.pruning import models
 from tests.pruning.interrupted_cases import WANDA, failing
 
+pytestmark = pytest.mark.long
+
 
 def unfinished(source, out, monkeypatch, blocks=2):
     """A run that ended when this many of 3 blocks were written."""

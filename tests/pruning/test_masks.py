@@ -15,6 +15,8 @@ from commjax.compressors import selection
 from commjax.pruning import masks
 from commjax.pruning import sparsity as sparsities
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["nm"]
 
 

@@ -16,6 +16,8 @@ from commjax.llm import checkpoints, config, export, names
 from commjax.llm.architectures import model
 from commjax.pruning import stream
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 OPT_1_3B = {
     "model_type": "opt",

@@ -17,6 +17,8 @@ from commjax.pruning.recipe import Recipe, choose
 from tests.pruning import models
 from tests.pruning.models import kernels
 
+pytestmark = pytest.mark.slow
+
 WANDA = Recipe(sparsity=0.5, score=choose(scores.wanda))
 STOCHASTIC = Recipe(sparsity=0.5, score=choose(scores.stoch_ria, beta=0.5))
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from commjax.pruning import masks, regrow, scores, statistics, swaps
 from tests.pruning.regrow_cases import check, first_mask, layer, oracle
 
+pytestmark = pytest.mark.long
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "goldens_pruning.json").read_text())["dsnot"]
 
 
@@ -226,13 +228,14 @@ def test_equal_candidates_are_taken_as_the_released_lists_give_them():
     x = statistics.of(jnp.array([[1.0] * 6, [3.0] * 6]))
     W, mask = jnp.array([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]), jnp.array([[False]] * 3 + [[True]] * 3)
 
-    def after(cycles, W, mask):
-        return regrow.dsnot(W, mask, x, cycles=cycles, threshold=0.0)[1][:, 0].tolist()
+    def after(cycles, W, mask, threshold=0.0):
+        return regrow.dsnot(W, mask, x, cycles=cycles, threshold=threshold)[1][:, 0].tolist()
 
     assert after(1, W, mask) == [False, False, True, False, True, True]  # the error goes from 12 to 4,
     assert after(2, W, mask) == [False, True, True, False, False, True]  # then to -4
     assert after(1, -W, mask) == [True, False, False, False, True, True]
     assert after(2, -W, mask) == [True, True, False, False, False, True]
+    assert after(1, W, mask, 12.0) == mask[:, 0].tolist() != after(1, W, mask, 11.5)  # |error| <= threshold is done
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from commjax.pruning import regrow, statistics
 from tests.pruning.regrow_cases import check, first_mask, layer, oracle
 
+pytestmark = pytest.mark.long
+
 
 def r2(W, mask, stats, *, relative_grow, relative_prune, alpha, gammas, p, regularizer, literal):
     """M, G, P of R^2-DSnoT in NumPy, entry by entry."""

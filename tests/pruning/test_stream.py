@@ -19,6 +19,8 @@ from tests.llm.test_checkpoints import same
 from tests.pruning import models
 from tests.pruning.models import kernels
 
+pytestmark = pytest.mark.long
+
 WANDA = Recipe(sparsity=0.5, score=choose(scores.wanda))
 RECIPES = {
     "ria": ("llama", "float32", Recipe(sparsity=0.4)),

@@ -19,6 +19,8 @@ from commjax.pruning import zeroshot
 from commjax.pruning.lm_eval import template_lm
 from tests.pruning import models
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 48
 
 
