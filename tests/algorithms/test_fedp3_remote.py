@@ -26,6 +26,7 @@ PARAMS = {
 }
 FOUND = layers.named(PARAMS, final="head")
 TRAINED = [["a", "head"], ["b", "head"], ["head"], ["a", "b", "head"]]
+ATTENTION = aggregation.attention(jax.tree.map(lambda leaf: leaf[0], DATA), steps=2, stepsize=0.5)
 WAYS = {
     "magnitude, ratios, masked": (
         np.array([0.5, 0.7, 0.5, 0.9]),
@@ -34,6 +35,7 @@ WAYS = {
     "random, free, a cohort": (0.6, {"pruning": submodels.random(), "others": "free", "cohort": 3}),
     "blocks of ordered dropout": (0.6, {"local_pruning": local_pruning.ordered(0.5, 1, everywhere=True)}),
     "released, own heads": (0.9, {"others": "free", "local_head": True}),
+    "learned weights, a cohort": (0.6, {"cohort": 3, "aggregate": ATTENTION}),
 }
 
 
@@ -51,6 +53,9 @@ def test_letters_are_the_simulation(way):
         equal_bits(*shared(federation.server, state.server))
         for i in range(N):
             equal_bits(*shared(federation.row(i), rows(state.clients, i)))
+        if state.clients.logits is not None:  # the server's, where it is not where the clients are
+            np.testing.assert_allclose(federation.server.logits, state.clients.logits, rtol=1e-12)
+            assert len(np.unique(np.asarray(state.clients.logits)[:, -1])) >= 3  # those of the cohort moved
         assert (report.bits_up, report.bits_down) == (float(metrics.bits_up), float(metrics.bits_down))
         for messages, bits in ((downloads, report.bits_down), (uploads, report.bits_up)):
             assert 8 * sum(len(one) - test_exchange.HEADER_BYTES for one in messages.values()) == bits * N
