@@ -253,7 +253,10 @@ def entry(
     key_of(key, swept)
     rounds_of(num_rounds)
     state_of(algorithm, state)
-    n = len(state.clients.id) if n is None else n
+    rows = len(state.clients.id)
+    n = rows if n is None else n
+    if rows and not 1 <= n <= rows:
+        raise ValueError(f"n must be between 1 and the {rows} rows, got {n}")
     whole_range("state.clients.id", state.clients.id, n)
     hparams_of(algorithm, hparams, n, swept)
 
