@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from commjax.algorithms.fedp3.layers import Layers, named
-from commjax.models.networks import Conv
+from commjax.models import networks
 from commjax.pruning.statistics import Statistics, of
 
 
@@ -27,11 +29,9 @@ class LayeredCnn(nn.Module):
         width: The channels of the convolutions.
         hidden: The width of the dense layers before the last.
         side: Smaller images are padded with zeros to side x side; None pads nothing.
-        patches: The switch of `networks.Conv`.
         dtype: The dtype of parameters and activations.
         hidden_layers: The number of dense layers before the last.
 
-    >>> import jax
     >>> images = jnp.ones((1, 28, 28, 1))
     >>> shapes = jax.eval_shape(LayeredCnn(side=32).init, jax.random.key(0), images)["params"]
     >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -42,7 +42,6 @@ class LayeredCnn(nn.Module):
     width: int = 64
     hidden: int = 1024
     side: int | None = None
-    patches: bool = False
     dtype: DTypeLike = jnp.float32
     hidden_layers: int = 2
 
@@ -54,8 +53,7 @@ class LayeredCnn(nn.Module):
             spare = self.side - x.shape[1], self.side - x.shape[2]
             x = jnp.pad(x, ((0, 0), *((by // 2, by - by // 2) for by in spare), (0, 0)))
         for name in ("conv1", "conv2"):
-            x = nn.relu(Conv(self.width, 5, patches=self.patches, dtype=self.dtype, name=name)(x))
-            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = networks.pool(nn.relu(networks.conv(self.width, 5, dtype=self.dtype, name=name)(x)))
         x = x.reshape(x.shape[0], -1)
         for number in range(1, self.hidden_layers + 1):
             x = nn.relu(_dense(self.hidden, f"fc{number}", self.dtype)(x))
@@ -72,7 +70,6 @@ class LayeredMlp(nn.Module):
         widths: The widths of the layers before the last.
         dtype: The dtype of parameters and activations.
 
-    >>> import jax
     >>> shapes = jax.eval_shape(LayeredMlp().init, jax.random.key(0), jnp.ones((1, 28, 28, 1)))["params"]
     >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
     2910208
@@ -104,7 +101,6 @@ def layers(params: Any) -> Layers:
     Returns:
         The layers; the last one is "ffc".
 
-    >>> import jax
     >>> params = LayeredMlp(widths=(4,)).init(jax.random.key(0), jnp.ones((1, 8)))["params"]
     >>> layers(params).names
     ('fc1', 'ffc')
@@ -112,13 +108,20 @@ def layers(params: Any) -> Layers:
     return named(params, final="ffc")
 
 
-def _check_patches(layer: Conv) -> None:
-    """Refuse a convolution whose patches are not plain slices of its input."""
-    if layer.padding != "VALID" or layer.stride != 1:
+def _patches(layer: nn.Conv, x: Float[Array, "b h w c"]) -> Float[Array, "b i j k"]:
+    """The inputs of each output of a convolution, in the order of the kernel's first three axes."""
+    if layer.feature_group_count != 1:
         raise ValueError(
-            f"statistics: layer {'/'.join(layer.path)} has padding {layer.padding!r} and stride {layer.stride}; "
-            "allowed: convolutions with padding 'VALID' and stride 1"
+            f"statistics: layer {'/'.join(layer.path)} has feature_group_count={layer.feature_group_count}; allowed: 1"
         )
+    strides, dilations = (np.broadcast_to(by or 1, 2).tolist() for by in (layer.strides, layer.kernel_dilation))
+    size: Any = layer.kernel_size
+    padding: Any = layer.padding
+    patches = jax.lax.conv_general_dilated_patches(
+        x, size, strides, padding, rhs_dilation=dilations, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    by_channel = patches.reshape(*patches.shape[:3], x.shape[-1], -1)
+    return jnp.swapaxes(by_channel, -1, -2).reshape(patches.shape)
 
 
 def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statistics]]:
@@ -127,13 +130,12 @@ def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statis
     The inputs of a convolution are its patches, in the order of the kernel's first three axes.
 
     Args:
-        module: The network, whose layers are `nn.Dense` or `Conv`. A `Conv` must have padding "VALID" and stride 1.
+        module: The network, whose layers are `nn.Dense` or `nn.Conv` of images.
         held: The batch of images on which the network runs.
 
     Returns:
         A function of the parameters that returns {path of the kernel: Statistics}.
 
-    >>> import jax
     >>> module, images = LayeredMlp(widths=(4,)), jnp.ones((2, 8))
     >>> params = module.init(jax.random.key(0), images)["params"]
     >>> sorted(statistics(module, images)(params))
@@ -145,14 +147,8 @@ def statistics(module: nn.Module, held: Any) -> Callable[[Any], dict[str, Statis
 
         def look(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
             out = call(*args, **kwargs)
-            if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Conv):
-                x = args[0]
-                if isinstance(context.module, Conv):
-                    _check_patches(context.module)
-                    size = context.module.size
-                    rows, columns = out.shape[1:3]
-                    parts = [x[:, i : i + rows, j : j + columns] for i in range(size) for j in range(size)]
-                    x = jnp.concatenate(parts, axis=-1)
+            if context.method_name == "__call__" and isinstance(context.module, nn.Dense | nn.Conv):
+                x = _patches(context.module, args[0]) if isinstance(context.module, nn.Conv) else args[0]
                 path = "/".join((*context.module.path, "kernel"))
                 seen[path] = of(x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]))
             return out

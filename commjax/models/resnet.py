@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Shaped
 from commjax.algorithms.fedp3 import plans
 from commjax.algorithms.fedp3.layers import Layers, named
 from commjax.algorithms.fedp3.plans import Plan
-from commjax.models.networks import Conv
+from commjax.models import networks
 
 BLOCKS = (1, 2, 3, 4)
 VARIANTS = ("Full", "-B2-B3 (full)", "-B2 (part)", "-B3 (part)")
@@ -34,7 +34,6 @@ class ResNet18(nn.Module):
         width: The channels of the first block. Each further block doubles them.
         groups: The number of groups of GroupNorm, at most the number of channels.
         dtype: The dtype of parameters and activations.
-        patches: The switch of `networks.Conv`.
 
     >>> import jax
     >>> shapes = jax.eval_shape(ResNet18().init, jax.random.key(0), jnp.ones((1, 32, 32, 3)))["params"]
@@ -46,22 +45,15 @@ class ResNet18(nn.Module):
     width: int = 64
     groups: int = 8
     dtype: DTypeLike = jnp.float32
-    patches: bool = False
 
     @nn.compact
     def __call__(self, x: Shaped[Array, "b h w c"]) -> Float[Array, "b classes"]:
         """Return the score of each class."""
 
         def conv(x: Array, name: str, width: int, size: int = 3, stride: int = 1) -> Array:
-            options: dict[str, Any] = {
-                "patches": self.patches,
-                "stride": stride,
-                "use_bias": False,
-                "dtype": self.dtype,
-            }
-            convolved = Conv(width, size, "SAME", name=f"{name}_conv", **options)(x)
+            layer = networks.conv(width, size, "SAME", self.dtype, stride, use_bias=False, name=f"{name}_conv")
             norm: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}
-            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(convolved)
+            return nn.GroupNorm(min(self.groups, width), name=f"{name}_norm", **norm)(layer(x))
 
         x = nn.relu(conv(x.astype(self.dtype), "input", self.width))
         for block in BLOCKS:

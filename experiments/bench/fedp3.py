@@ -47,7 +47,7 @@ def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
         jnp.asarray(rng.integers(0, 10, (n, rows)), jnp.int32),
         jnp.full((n, rows), 1 / rows, jnp.float32),
     )
-    problem = networks.classification(layered.LayeredCnn(width=settings.width, hidden=settings.hidden, patches=True))
+    problem = networks.classification(layered.LayeredCnn(width=settings.width, hidden=settings.hidden))
     params = problem.init(jax.random.key(0), data.inputs[0, :1])
     names, sample = layered.layers(params), local.minibatch(settings.batch)
     one_each = [[name, "ffc"] for name in names.names[:-1]]

@@ -42,9 +42,9 @@ def modules(settings: Any) -> Modules:
     width, small = settings.width, max(1, settings.width // 8)
     body, z = {
         "mlp": lambda: (layered.LayeredMlp(classes=2 * width, widths=(width,) * 3), width),
-        "cnn": lambda: (layered.LayeredCnn(2 * width, small, width, side=32, patches=True, hidden_layers=1), width),
-        "table": lambda: (layered.LayeredCnn(2048, side=32, patches=True, hidden_layers=1), 1024),
-        "resnet": lambda: (resnet.ResNet18(16 * small, small, groups=2, patches=True), 8 * small),
+        "cnn": lambda: (layered.LayeredCnn(2 * width, small, width, side=32, hidden_layers=1), width),
+        "table": lambda: (layered.LayeredCnn(2048, side=32, hidden_layers=1), 1024),
+        "resnet": lambda: (resnet.ResNet18(16 * small, small, groups=2), 8 * small),
     }[settings.model]()
     return Modules(body, networks.Mlp(10, ()), z)
 

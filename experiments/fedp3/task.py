@@ -73,10 +73,10 @@ def module_of(settings: Settings) -> Any:
     if settings.model == "mlp":
         return layered.LayeredMlp(widths=(settings.width,) * 4)
     if settings.model == "resnet":
-        return resnet.ResNet18(width=max(1, settings.width // 8), groups=2, patches=True)
+        return resnet.ResNet18(width=max(1, settings.width // 8), groups=2)
     if settings.model == "table":
-        return layered.LayeredCnn(side=32, patches=True)
-    return layered.LayeredCnn(width=max(1, settings.width // 8), hidden=settings.width, side=32, patches=True)
+        return layered.LayeredCnn(side=32)
+    return layered.LayeredCnn(width=max(1, settings.width // 8), hidden=settings.width, side=32)
 
 
 @cache

@@ -153,7 +153,7 @@ def load(task: str, model: str, most_clients: int, most_rows: int) -> Task:
         n = min(most_clients, 20) if task == "digits" else most_clients
         rows = partition.class_wise(targets, n, 3 if task == "digits" else 5)
         cnns = {"thesis": networks.ThesisCnn, "fedjax": networks.FedjaxCnn, "small": networks.SmallCnn}
-        module = networks.Mlp() if model == "mlp" else cnns[model](classes=10, patches=True)
+        module = networks.Mlp() if model == "mlp" else cnns[model](classes=10)
     rng = np.random.default_rng(0)
     rows = [rng.permutation(ids)[:most_rows] for ids in rows]
     rest, test = partition.holdout(rows, 0.25)

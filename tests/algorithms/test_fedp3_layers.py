@@ -1,5 +1,6 @@
 """Named layers and plans: what belongs to which, who trains what, and the thesis's counts."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -274,9 +275,20 @@ def test_the_printed_savings_of_resnet_are_halves_of_layer_counts():
         assert 100 * (1 - 0.9 * (1 - saving / 100)) == pytest.approx(beside)
 
 
-@pytest.mark.parametrize("options", [{"padding": "SAME"}, {"stride": 2}], ids=["same", "stride"])
-def test_statistics_refuse_convolutions_whose_patches_they_do_not_cut(options):
-    module, images = networks.Conv(2, 3, **options), jnp.ones((1, 6, 6, 1), jnp.float32)
+@pytest.mark.parametrize("padding, stride", [("VALID", 1), ("SAME", 1), ("SAME", 2)])
+def test_statistics_measure_the_patches_of_a_convolution(padding, stride):
+    module, images = networks.conv(2, 3, padding, stride=stride), np.arange(72.0, dtype=np.float32).reshape(1, 6, 6, 2)
     params = module.init(jax.random.key(0), images)["params"]
-    with pytest.raises(ValueError, match="allowed: convolutions with padding 'VALID' and stride 1"):
+    around = {("VALID", 1): (0, 0), ("SAME", 1): (1, 1), ("SAME", 2): (0, 1)}[padding, stride]
+    x = np.pad(images[0], (around, around, (0, 0)))
+    places = range(0, len(x) - 2, stride)
+    patches = np.stack([x[i : i + 3, j : j + 3].ravel() for i in places for j in places])
+    measured = layered.statistics(module, images)(params)["kernel"]
+    np.testing.assert_allclose(measured.squares.hi, (patches**2).sum(axis=0), rtol=1e-6)
+
+
+def test_statistics_refuse_a_convolution_in_groups():
+    module, images = nn.Conv(2, (3, 3), feature_group_count=2), jnp.ones((1, 6, 6, 2), jnp.float32)
+    params = module.init(jax.random.key(0), images)["params"]
+    with pytest.raises(ValueError, match="feature_group_count=2; allowed: 1"):
         layered.statistics(module, images)(params)

@@ -39,7 +39,7 @@ def test_scores_that_need_activations_take_them_from_a_batch_of_the_server():
     masks = dict(zip(layers.paths_of(params), made))
     assert masks["ffc/kernel"] is None and masks["fc1/kernel"].sum() == 12
     # By hand: inputs of conv2 are 5 x 5 patches of what conv1 and pooling leave, here one place of 5 x 5 in 6 x 6.
-    first = np.asarray(jax.nn.relu(networks.Conv(4, 5, dtype=jnp.float64).apply({"params": params["conv1"]}, IMAGES)))
+    first = np.asarray(jax.nn.relu(networks.conv(4, 5, dtype=jnp.float64).apply({"params": params["conv1"]}, IMAGES)))
     pooled = first.reshape(2, 6, 2, 6, 2, 4).max(axis=(2, 4))
     patches = np.stack([pooled[:, i : i + 5, j : j + 5] for i in range(2) for j in range(2)])
     score = np.abs(params["conv2"]["kernel"]) * np.sqrt((patches**2).sum(axis=(0, 1)))[..., None]
