@@ -23,6 +23,8 @@ from jax.extend.core.primitives import conv_general_dilated_p
 from jaxtyping import Array
 
 _MOST_OFFSETS = 128  # Beyond, a program with a term for each would be too long.
+_CHANNELS = 8  # The least for which a few rows more are no loss (`_more_rows`).
+_MOST_BYTES, _CHUNK_BYTES = 2**24, 2**21  # Shifted images that do not fit in the cache are made in chunks that do.
 
 
 def _by_lax(lhs: Array, rhs: Array, **params: Any) -> Array:
@@ -67,13 +69,44 @@ def _split(a: Array, axis: int, size: int) -> Array:
     return a.reshape(*a.shape[:axis], size, -1, *a.shape[axis + 1 :])
 
 
+def _matrix(a: Array) -> Array:
+    return a.reshape(-1, a.shape[-1])
+
+
 def _in_layout(lhs: Array, rhs: Array, *, dimension_numbers: lax.ConvDimensionNumbers, **params: Any) -> Array:
     """lax's convolution in the layout of XLA's fast kernel, which XLA itself does not choose inside a loop."""
     (n, c, *s), (o, i, *t), out_spec = dimension_numbers
     last, ends = len(s) + 1, (0, len(s) + 1, *range(1, len(s) + 1))
     layout = lax.ConvDimensionNumbers(ends, (last, last - 1, *range(last - 1)), ends)
-    out = _by_lax(lhs.transpose(n, *s, c), rhs.transpose(*t, i, o), dimension_numbers=layout, **params)
+    images, kernel = lhs.transpose(n, *s, c), rhs.transpose(*t, i, o)
+    rows, params["padding"] = _more_rows(images, kernel, **params)
+    out = _by_lax(images, kernel, dimension_numbers=layout, **params)
+    out = lax.slice_in_dim(out, 0, out.shape[1] - rows, axis=1)
     return out.transpose(np.argsort([out_spec[0], *out_spec[2:], out_spec[1]]))
+
+
+def _more_rows(
+    images: Array,
+    kernel: Array,
+    *,
+    padding: Sequence[tuple[int, int]],
+    window_strides: Sequence[int],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    **_: Any,
+) -> tuple[int, Sequence[tuple[int, int]]]:
+    """Rows of output to compute and discard, and the padding that makes them.
+
+    XLA has two fast kernels.  The one that it prefers for images uses half of a machine with two cores (jax 0.10.2,
+    measured), but never if the output has more rows than the image.  With few channels it is the better one.
+    """
+    (low, high), *others = padding
+    height, span = images.shape[1], (kernel.shape[0] - 1) * rhs_dilation[0] + 1
+    rows = height + span - (height + low + high)  # as many as make height + 1
+    plain = len(others) == 1 and (*window_strides, *lhs_dilation) == (1, 1, 1, 1) and kernel.shape[-2] >= _CHANNELS
+    if not plain or not 0 < rows <= height // 4:
+        return 0, padding
+    return rows, ((low, high + rows), *others)
 
 
 def _products(
@@ -93,7 +126,8 @@ def _products(
 
         out[q, r; n, o] = sum over k, l, c of image[stride q + dilation k, r, l; c, n] kernel[k, l; c, o]
 
-    The images are shifted by all positions r along the other axes, side by side.
+    The images are shifted by all positions r along the other axes, side by side.  Many images are taken in chunks, so
+    that the shifted ones stay in the cache.
     """
     (n, c, *s), (o, i, *t), out_spec = dimension_numbers
     x, kernel = lhs.transpose(c, *s, n), rhs.transpose(i, *t, o)
@@ -105,16 +139,28 @@ def _products(
         start = position * window_strides[axis]
         return lax.slice_in_dim(x, start, start + spans[axis], rhs_dilation[axis], axis + 1)
 
-    for axis in range(len(counts) - 1, 0, -1):
-        x = jnp.concatenate([shifted(x, axis, position) for position in range(counts[axis])], -1)
-    rows, dtype = tuple(range(x.ndim - 1)), jnp.dtype(preferred_element_type or lhs.dtype)
-    product = partial(
-        lax.dot_general,
-        dimension_numbers=((rows, rows), ((), ())),
-        precision=precision,
-        preferred_element_type=_sum_dtype(dtype),
-    )
-    out = jnp.stack([product(shifted(x, 0, position), kernel) for position in range(counts[0])])
+    dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    options = {"precision": precision, "preferred_element_type": _sum_dtype(dtype)}
+    # The narrow factor comes first, which is faster.
+    kernel_first = math.prod(counts[1:]) * x.shape[-1] >= kernel.shape[-1]
+
+    def products(x: Array, kernel: Array) -> Array:
+        for axis in range(len(counts) - 1, 0, -1):
+            x = jnp.concatenate([shifted(x, axis, position) for position in range(counts[axis])], -1)
+        parts = [_matrix(shifted(x, 0, position)) for position in range(counts[0])]
+        kernel = _matrix(kernel)
+        pairs = [(kernel, part) if kernel_first else (part, kernel) for part in parts]
+        return jnp.stack([lax.dot_general(*pair, (((0,), (0,)), ((), ())), **options) for pair in pairs])
+
+    size = math.prod(counts[1:]) * x.size * x.dtype.itemsize
+    if size <= _MOST_BYTES:
+        out = products(x, kernel)
+    else:
+        fitting = [by for by in range(1, len(x) + 1) if len(x) % by == 0 and size <= by * _CHUNK_BYTES] or [len(x)]
+        chunks = _split(x, 0, fitting[0]), _split(kernel, 0, fitting[0])
+        first, others = (tuple(a[part] for a in chunks) for part in (0, slice(1, None)))
+        out = lax.scan(lambda total, chunk: (total + products(*chunk), None), products(*first), others)[0]
+    out = jnp.swapaxes(out, 1, 2) if kernel_first else out
     out = out.reshape(*counts, lhs.shape[n], rhs.shape[o]).astype(dtype)
     return out.transpose(np.argsort([*out_spec[2:], *out_spec[:2]]))
 

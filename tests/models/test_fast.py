@@ -82,6 +82,25 @@ def test_values_and_gradients_of_a_convolution_are_those_of_lax(convolution, dty
     close(fast_values, plain, rtol if dtype == jnp.float64 else 1e-5)
 
 
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((0, 1), (2, 0))])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("rows", [12, 90])  # at 90, the shifted images do not fit in the cache
+def test_large_images_with_many_channels_are_those_of_lax(padding, dilation, rows):
+    images = jax.random.normal(jax.random.key(0), (6, rows, 90, 16), jnp.float32)
+    kernel = jax.random.normal(jax.random.key(1), (3, 4, 16, 8), jnp.float32)
+
+    def both(convolve):
+        def total(images, kernel):
+            out = convolve(images, kernel, (1, 1), padding, None, (dilation, dilation), AXES)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(images, kernel)
+
+    ours, plain = both(fast.conv_general_dilated), both(lax.conv_general_dilated)
+    assert ours[0][1].shape == plain[0][1].shape
+    close((ours[0][1], ours[1]), (plain[0][1], plain[1]), 1e-5)
+
+
 PATHS = {
     "jit": lambda f: jax.jit(jax.value_and_grad(f))(KERNELS[0], IMAGES[0]),
     "eager": lambda f: jax.value_and_grad(f, (0, 1))(KERNELS[0], IMAGES[0]),
