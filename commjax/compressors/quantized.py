@@ -12,7 +12,7 @@ from jaxtyping import Array
 from commjax.compressors import exact_laws, wire
 from commjax.compressors.exact_laws import Law
 from commjax.compressors.vectors import check_count, from_value, independent, on_vectors, value_bits
-from commjax.core import tree
+from commjax.core import random_words, tree
 from commjax.core.base import ClientId, Compressor, Constants, Key
 
 _UINT = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -36,7 +36,7 @@ def natural() -> Compressor:
         mantissa = jnp.finfo(x.dtype).nmant
         bits = jax.lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
         low = jnp.asarray((1 << mantissa) - 1, bits.dtype)
-        up = (jax.random.bits(jax.random.fold_in(key, id), x.shape, bits.dtype) & low) < (bits & low)
+        up = (random_words.bits(jax.random.fold_in(key, id), x.shape, bits.dtype) & low) < (bits & low)
         up &= jnp.isfinite(x)  # a NaN becomes infinite; rounded up, its bits could become those of zero
         rounded = (bits & ~low) + (up.astype(bits.dtype) << mantissa)
         return jax.lax.bitcast_convert_type(rounded, x.dtype)
@@ -145,7 +145,7 @@ def _randomness(key: Key, d: int, dtype: Any, id: ClientId) -> tuple[Key, Array 
     if _wide(dtype) == np.dtype(dtype):
         return key, None
     key_level, key_value = jax.random.split(key)
-    return key_level, jax.random.uniform(key_value, (d,), jnp.float32)
+    return key_level, random_words.uniform(key_value, (d,), jnp.float32)
 
 
 def dithering(levels: int, norm: float = 2.0) -> Compressor:
@@ -185,7 +185,7 @@ def dithering(levels: int, norm: float = 2.0) -> Compressor:
         scale = _norm(wide, norm)
         relative = tree.once(jnp.abs(wide) / jnp.where(scale > 0, scale, jnp.ones((), wide.dtype)) * levels)
         low = jnp.floor(relative)
-        up = jax.random.uniform(key_level, x.shape, wide.dtype) < relative - low
+        up = random_words.uniform(key_level, x.shape, wide.dtype) < relative - low
         # Rounding may put |x_j| / |x|_p an ulp above 1.  The minimum is taken over integers, because s need not be
         # representable in this dtype.
         level = jnp.minimum((low + up.astype(wide.dtype)).astype(jnp.int32), levels)

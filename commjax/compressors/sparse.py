@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from commjax.compressors import exact_laws, selection, wire
+from commjax.compressors import candidates, exact_laws, random_sets, selection, wire
 from commjax.compressors.exact_laws import Law
 from commjax.compressors.vectors import (
     OnVector,
@@ -138,7 +138,7 @@ def rand_k(k: int) -> Compressor:
 
     def mask(key: Key, d: int, id: ClientId) -> Array:
         check_k("rand_k", k, d)
-        return selection.clients_mask(key, id, d, k)
+        return random_sets.clients_mask(key, id, d, k)
 
     def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         return _masked(x, mask(key, x.size, id), x.size / k)
@@ -193,7 +193,7 @@ def comp(k: int, k_top: int) -> Compressor:
 
     def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         check_k("comp", k_top, x.size, "k'")
-        return _masked(x, selection.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
+        return _masked(x, candidates.k_of_top_mask(jax.random.fold_in(key, id), x, k, k_top), k_top / k)
 
     def constants(d: int, n: int) -> Constants:
         check_k("comp", k_top, d, "k'")
@@ -231,7 +231,7 @@ def mix(k: int, k_rand: int) -> Compressor:
 
     @jax.jit
     def random_part(key: Key, top: Array, id: ClientId) -> Array:
-        return selection.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
+        return random_sets.random_of_mask(jax.random.fold_in(key, id), ~top, k_rand)
 
     def compress(key: Key, x: Array, id: ClientId, n: int) -> Array:
         check(x.size)

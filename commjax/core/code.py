@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +105,8 @@ def _inside(thing: Any) -> list[Any]:
         return list(thing)
     if isinstance(thing, set | frozenset):
         return sorted(thing, key=repr)
+    if isinstance(thing, weakref.WeakKeyDictionary):  # what was computed before
+        return []
     if isinstance(thing, Mapping):
         return [part for item in sorted(thing.items(), key=lambda item: repr(item[0])) for part in item]
     if isinstance(thing, functools.partial):

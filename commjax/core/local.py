@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, PyTree
 
-from commjax.core import tree
+from commjax.core import random_words, tree
 from commjax.core.base import Key, Message, Over, Params, ValueAndGrad
 
 __all__ = ["ClientResult", "Over", "Sample", "Train", "ValueAndGrad", "all_rows", "check_batch", "minibatch", "sgd"]
@@ -70,7 +70,7 @@ def minibatch(size: int) -> Sample:
             raise ValueError(f"minibatches: every leaf of a client's data must be [rows, ...], got shapes {shapes}")
         weights = _weights(data)
         rows: Any = counts.pop() if weights is None else (weights > 0).sum()
-        picked = jax.random.randint(key, (size,), 0, rows)
+        picked = random_words.randint(key, (size,), 0, rows)
         taken = jax.tree.map(lambda leaf: leaf[picked], data)
         if weights is None:
             return taken

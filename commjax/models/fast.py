@@ -8,8 +8,8 @@ from jax.extend.core.primitives import (
     select_and_scatter_add_p,
 )
 
+from commjax.core.replacing import Function, replacing
 from commjax.models import convolution, pooling
-from commjax.models.replacing import Function, replacing
 
 _replaced = replacing(
     {

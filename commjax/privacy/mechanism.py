@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from commjax.core import random_words
 from commjax.core.base import Key, Params
 from commjax.core.local import _weights, _with_weights
 
@@ -85,7 +86,7 @@ def poisson(key: Key, rate: Shaped[Array, ""] | float, rows: Bool[Array, "m"]) -
     """
     rate = jnp.asarray(rate, jnp.float32)
     limit = (rate * jnp.float32(2**32 - 2**10)).astype(jnp.uint32)
-    return ((jax.random.bits(key, rows.shape, jnp.uint32) < limit) | (rate >= 1)) & rows
+    return ((random_words.bits(key, rows.shape, jnp.uint32) < limit) | (rate >= 1)) & rows
 
 
 def clip_factor(squared_norm: Float[Array, "..."], C: Shaped[Array, ""] | float) -> Float[Array, "..."]:
@@ -154,7 +155,7 @@ def gaussian_like(key: Key, like: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(like)
     keys = [jax.random.fold_in(key, 2 + number) for number in range(len(leaves))]
-    return treedef.unflatten([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)])
+    return treedef.unflatten([random_words.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)])
 
 
 def check_per_example(loss: Loss, params: Params, data: PyTree, rtol: float = 1e-3) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from commjax.core import random_words
 from commjax.core.base import Key
 from commjax.pruning import masks
 from commjax.pruning.joins import Matrix, divide
@@ -150,7 +151,7 @@ def _sampled(w: Matrix, key: Key, tau: Array | int, p: float, axis: Axis, shared
     """
     w = w.astype(wide(w.dtype))
     rows = w if axis == "in" else w.T
-    words = jax.random.bits(key, (1 if shared else len(rows), rows.shape[1]), jnp.uint32) >> 1
+    words = random_words.bits(key, (1 if shared else len(rows), rows.shape[1]), jnp.uint32) >> 1
     return norm(rows, p, "in", masks.least(words.astype(jnp.int32), tau, "input"))
 
 

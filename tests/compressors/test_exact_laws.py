@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from commjax.compressors import (
+    candidates,
     comp,
     dithering,
     exact_laws,
@@ -18,7 +19,6 @@ from commjax.compressors import (
     rand_k,
     scaled,
     scaled_sign,
-    selection,
     ternary,
     top_k,
 )
@@ -120,13 +120,13 @@ def test_samples_follow_the_law_in_lower_precision(case, dtype):
 
 
 def test_comp_follows_its_law_when_it_takes_the_threshold_route(monkeypatch):
-    monkeypatch.setattr(selection, "_MAX_CANDIDATES", 0)
-    monkeypatch.setattr(selection, "_draw_from_top", None)
-    selection.k_of_top_mask.clear_cache()
+    monkeypatch.setattr(candidates, "_MAX_CANDIDATES", 0)
+    monkeypatch.setattr(candidates, "_draw_from_top", None)
+    candidates.k_of_top_mask.clear_cache()
     try:
         _check(comp(2, 3), 2, 5)
     finally:
-        selection.k_of_top_mask.clear_cache()
+        candidates.k_of_top_mask.clear_cache()
 
 
 @pytest.mark.parametrize("compressor", [comp(1, 3), mix(2, 1)], ids=lambda c: c.name)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commjax.compressors import selection
+from commjax.compressors import candidates, random_sets, selection
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 D = 7
@@ -76,13 +76,13 @@ KEYS = jax.random.split(jax.random.key(0), 20_000)
 
 @pytest.mark.parametrize("d,k", [(6, 1), (6, 3), (5, 5), (34, 33)])
 def test_random_mask_is_uniform(d, k):
-    masks = jax.vmap(lambda key: selection.random_mask(key, d, k))(KEYS)  # (34, 33) takes the route of many
+    masks = jax.vmap(lambda key: random_sets.random_mask(key, d, k))(KEYS)  # (34, 33) takes the route of many
     check_uniform(masks, np.full(d, True), k)
 
 
 def test_random_of_mask_is_uniform_on_what_is_allowed():
     allowed = np.array([True, False, True, True, False, True])
-    masks = jax.jit(jax.vmap(lambda key: selection.random_of_mask(key, jnp.asarray(allowed), 2)))(KEYS)
+    masks = jax.jit(jax.vmap(lambda key: random_sets.random_of_mask(key, jnp.asarray(allowed), 2)))(KEYS)
     check_uniform(masks, allowed, 2)
 
 
@@ -102,21 +102,21 @@ TIED = np.array([2.0, 0, -2, 1, 1, 1, 0, 1])  # the five largest: 0, 2, and the 
 )
 def test_k_of_top_mask_is_uniform_among_the_largest_with_ties(k, k_top, route, monkeypatch):
     if route == "threshold":
-        monkeypatch.setattr(selection, "_MAX_DIMENSION", 7)
-    selection.k_of_top_mask.clear_cache()
-    masks = jax.jit(jax.vmap(selection.k_of_top_mask, in_axes=(0, None, None, None)), static_argnums=(2, 3))(
+        monkeypatch.setattr(candidates, "_MAX_DIMENSION", 7)
+    candidates.k_of_top_mask.clear_cache()
+    masks = jax.jit(jax.vmap(candidates.k_of_top_mask, in_axes=(0, None, None, None)), static_argnums=(2, 3))(
         KEYS, jnp.asarray(TIED), k, k_top
     )
-    selection.k_of_top_mask.clear_cache()
+    candidates.k_of_top_mask.clear_cache()
     check_uniform(masks, oracle(TIED, k_top), k)
 
 
 def test_the_routes_are_the_ones_we_think(monkeypatch):
     calls = []
-    monkeypatch.setattr(selection, "_draw_from_top", lambda k, k_top: lambda key, x: calls.append((k, k_top)) or x > 0)
+    monkeypatch.setattr(candidates, "_draw_from_top", lambda k, k_top: lambda key, x: calls.append((k, k_top)) or x > 0)
     for d, k, k_top in [(64, 2, 8), (64, 3, 8), (4096, 1, 256), (4097, 1, 4000), (64, 8, 8), (64, 8, 64)]:
         jax.eval_shape(
-            lambda x, k=k, k_top=k_top: selection.k_of_top_mask.__wrapped__(KEYS[0], x, k, k_top), jnp.ones(d)
+            lambda x, k=k, k_top=k_top: candidates.k_of_top_mask.__wrapped__(KEYS[0], x, k, k_top), jnp.ones(d)
         )
     assert calls == [(2, 8), (4096 // 4096, 256)]  # candidates iff d <= 4096, k d <= 16 k', k < k' < d
 
@@ -126,18 +126,18 @@ def test_candidates_are_drawn_until_enough_are_found():
     rng = np.random.default_rng(1)
     rows = rng.standard_normal((400, 64)).astype(ml_dtypes.bfloat16)
     rows[0] = np.arange(64)[::-1] // 4  # ties
-    draw = jax.jit(lambda keys, x: jax.vmap(lambda key, row: selection.k_of_top_mask(key, row, 2, 8))(keys, x))
+    draw = jax.jit(lambda keys, x: jax.vmap(lambda key, row: candidates.k_of_top_mask(key, row, 2, 8))(keys, x))
     masks = np.asarray(draw(KEYS[:400], jnp.asarray(rows)))
     assert np.all(masks.sum(axis=1) == 2)
     assert not np.any(masks & ~np.array([oracle(row, 8) for row in rows]))
-    alone = jax.jit(lambda key, row: selection.k_of_top_mask(key, row, 2, 8))
+    alone = jax.jit(lambda key, row: candidates.k_of_top_mask(key, row, 2, 8))
     for i in range(0, 400, 40):
         np.testing.assert_array_equal(alone(KEYS[i], jnp.asarray(rows[i])), masks[i])
 
 
 def test_k_of_top_mask_takes_one_key_for_many_vectors_and_two_batch_axes():
     x = np.random.default_rng(2).standard_normal((3, 4, 16))
-    draw = lambda key, x: selection.k_of_top_mask(key, x, 1, 8)  # noqa: E731
+    draw = lambda key, x: candidates.k_of_top_mask(key, x, 1, 8)  # noqa: E731
     same_key = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(KEYS[0], jnp.asarray(x[0]))
     nested = jax.jit(jax.vmap(jax.vmap(draw)))(KEYS[:12].reshape(3, 4), jnp.asarray(x))
     for j in range(4):
@@ -147,7 +147,7 @@ def test_k_of_top_mask_takes_one_key_for_many_vectors_and_two_batch_axes():
 
 @pytest.mark.parametrize("d", [1, 7, 65_535, 65_536, 3_000_000])
 def test_random_index_is_uniform(d):
-    index = np.asarray(jax.jit(lambda key: selection.random_index(key, (60_000,), d))(jax.random.key(d)))
+    index = np.asarray(jax.jit(lambda key: random_sets.random_index(key, (60_000,), d))(jax.random.key(d)))
     assert index.min() >= 0 and index.max() <= d - 1
     if d < 10:
         counts = np.bincount(index, minlength=d)
@@ -165,12 +165,12 @@ def test_drawn_are_the_first_distinct_accepted_candidates_of_a_row_s_stream_in_h
     k, k_top, draws, monkeypatch
 ):
     if draws is not None:
-        monkeypatch.setattr(selection, "_draws", lambda *_: draws)
+        monkeypatch.setattr(candidates, "_draws", lambda *_: draws)
     n, d = 40, 9
     x = np.random.default_rng(0).standard_normal((n, d))
     keys = jax.random.split(jax.random.key(3), n)
-    found = np.asarray(selection._draw_rows(keys, jax.vmap(selection.magnitude_bits)(jnp.asarray(x)), k, k_top))
-    stream = np.asarray(selection._candidates(keys, jnp.int32(0), 200, d))
+    found = np.asarray(candidates._draw_rows(keys, jax.vmap(selection.magnitude_bits)(jnp.asarray(x)), k, k_top))
+    stream = np.asarray(candidates._candidates(keys, jnp.int32(0), 200, d))
     for i in range(n):
         top = set(np.argsort(-np.abs(x[i]))[:k_top].tolist())
         first = list(dict.fromkeys(c for c in stream[:, i].tolist() if c in top))[:k]
@@ -179,10 +179,72 @@ def test_drawn_are_the_first_distinct_accepted_candidates_of_a_row_s_stream_in_h
 
 @pytest.mark.parametrize("d", [7, 65_535, 65_536, 65_537, 100_000, 1 << 20])
 def test_random_indices_are_uniform_on_both_sides_of_the_size_at_which_the_arithmetic_changes(d):
-    found = np.asarray(selection.random_index(jax.random.key(5), (20_000,), d), np.float64)
+    found = np.asarray(random_sets.random_index(jax.random.key(5), (20_000,), d), np.float64)
     assert found.min() >= 0 and found.max() <= d - 1
     # The mean of 20,000 draws within five standard deviations, and every tenth of the range.
     assert abs(found.mean() - (d - 1) / 2) < 5 * d / np.sqrt(12 * len(found))
     shares = np.histogram(found, np.arange(11) * d / 10)[0] if d > 10 else np.bincount(found.astype(int), minlength=d)
     expected = len(found) / len(shares)
     assert np.abs(shares - expected).max() < 5 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize("d, k", [(4096, 33), (4097, 4096), (5000, 5000), (70_001, 700), (2**20 + 1, 100_000)])
+def test_random_positions_are_distinct_and_within_the_dimension(d, k):
+    positions = np.asarray(jax.vmap(lambda key: random_sets.random_positions(key, d, k))(KEYS[:3]))
+    assert positions.dtype == np.int32 and positions.shape == (3, k)
+    assert positions.min() >= 0 and positions.max() < d
+    assert all(len(np.unique(row)) == k for row in positions) and (positions[0] != positions[1]).any()
+    mask = np.asarray(random_sets.random_mask(KEYS[0], d, k))
+    assert mask.sum() == k and (2 * k > d or mask[positions[0]].all())
+
+
+def chi_square(counts, expected, variance_of_one=None):
+    """How many deviations the sum of squares is away from its mean, if all counts have this expectation."""
+    counts = np.asarray(counts, float).ravel()
+    degrees = len(counts) - 1
+    return (np.sum((counts - expected) ** 2 / (variance_of_one or expected)) - degrees) / np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("d, k", [(4099, 40), (10_000, 64)])
+def test_single_positions_and_pairs_of_random_sets_are_uniform_over_keys_rounds_and_clients(d, k):
+    """A level of five deviations: a right generator fails once in three million runs."""
+    many = {
+        "split": KEYS,
+        "rounds": jax.vmap(lambda t: jax.random.fold_in(KEYS[0], t))(jnp.arange(20_000)),
+        "clients": jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(KEYS[0], 3), i))(jnp.arange(20_000)),
+    }
+    for keys in many.values():
+        positions = np.asarray(jax.jit(jax.vmap(lambda key: random_sets.random_positions(key, d, k)))(keys))
+        n = len(positions)
+        p = k / d
+        counts = np.bincount(positions.ravel(), minlength=d)
+        # The counts of a set of fixed size are negatively correlated: their sum is fixed.
+        assert abs(chi_square(counts, n * p, n * p * (1 - p) * d / (d - 1))) < 5
+        cells = 16
+        cell = positions * cells // d
+        for first, second in ((0, 1), (0, k - 1), (k // 2, k // 2 + 1)):  # also the order is uniform
+            pairs = np.zeros((cells, cells))
+            np.add.at(pairs, (cell[:, first], cell[:, second]), 1)
+            assert abs(chi_square(pairs, n / cells**2)) < 5
+        apart = np.zeros((cells, cells))  # one key and the next
+        np.add.at(apart, (cell[:-1, 0], cell[1:, 0]), 1)
+        assert abs(chi_square(apart, n / cells**2)) < 5
+        gaps = np.bincount((positions[:, 0] - positions[:, 1]) % d, minlength=d)[1:]  # neighbours are not preferred
+        assert abs(chi_square(gaps, n / (d - 1))) < 5
+
+
+def test_rand_k_in_large_dimensions_is_unbiased_with_the_variance_of_theory():
+    d, k, n = 4100, 41, 20_000
+    x = np.random.default_rng(0).standard_normal(d)
+    masks = jax.jit(jax.vmap(lambda key: random_sets.random_positions(key, d, k)))(KEYS)
+    chosen = x[np.asarray(masks)]
+    # |C(x) - x|^2 = (d/k)^2 sum_chosen x^2 - 2 (d/k) sum_chosen x^2 + |x|^2, whose mean is (d/k - 1) |x|^2
+    errors = ((d / k) ** 2 - 2 * d / k) * (chosen**2).sum(axis=1) + x @ x
+    assert abs(errors.mean() - (d / k - 1) * (x @ x)) < 5 * errors.std() / np.sqrt(n)
+    inner = d / k * (chosen * chosen).sum(axis=1)  # <C(x), x>, whose mean is |x|^2
+    assert abs(inner.mean() - x @ x) < 5 * inner.std() / np.sqrt(n)
+
+
+def test_more_coordinates_than_32_bits_number_are_refused():
+    with pytest.raises(ValueError, match=r"d=2147483648; allowed: fewer than 2\^31 coordinates"):
+        random_sets.random_positions(KEYS[0], 2**31, 33)

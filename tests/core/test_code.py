@@ -14,6 +14,7 @@ from commjax.algorithms import ef_bv
 from commjax.compressors import comp, top_k
 from commjax.core import code, identity
 from commjax.core.files import CheckpointError
+from commjax.models import fast_on_cpu
 
 
 def _custom_vjp(model):
@@ -147,3 +148,12 @@ def test_a_digest_of_functions_sees_attributes_classes_and_rules():
 
     first, second = ([code.of_function(thing) for thing in things()] for _ in range(2))
     assert first == second and len(set(first)) == len(first)
+
+
+def test_a_digest_does_not_change_when_a_function_is_used():
+    def loss(target):
+        return fast_on_cpu(lambda x: jnp.sum(jax.lax.conv_general_dilated(x, target, (1,), "SAME")))
+
+    one, other, used = (loss(jnp.full((1, 1, 3), value)) for value in (1.0, 2.0, 1.0))
+    jax.grad(used)(jnp.ones((1, 1, 5)))
+    assert code.of_function(used) == code.of_function(one) != code.of_function(other)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from commjax.algorithms.fedcr.distributions import Experts, Normal, divergence, experts, known
 from commjax.compressors import wire
-from commjax.core import checks, local, rounds, tree
+from commjax.core import checks, local, random_words, rounds, tree
 from commjax.core.base import Algorithm, Codec, Key, Message, Params, Round, Spec, State
 from commjax.core.local import Sample
 
@@ -146,7 +146,7 @@ def train(network: Network, sample: Sample, steps: int, work: Local) -> tuple[Pa
 
     def loss(model: Params, key: Key, rows: Any) -> Array:
         features = network.body(model["body"], rows.inputs)
-        noise = jax.random.normal(key, features.mean.shape, features.mean.dtype)
+        noise = random_words.normal(key, features.mean.shape, features.mean.dtype)
         scores = network.head(model["head"], features.mean + features.scale * noise)
         entropy = optax.softmax_cross_entropy_with_integer_labels(scores, rows.targets)
         of_rows = jax.tree.map(lambda leaf: leaf[rows.targets], work.classes)

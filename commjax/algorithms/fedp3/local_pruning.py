@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from commjax.algorithms.fedp3.layers import Plan, ratios
+from commjax.core import random_words
 from commjax.core.base import Key, Params
 
 Mask = Bool[Array, "..."]
@@ -207,7 +208,7 @@ def _coins(key: Key, shape: tuple[int, ...], q: Array) -> Mask:
     Every random word gives two coins, because drawing the words takes most of the time.
     """
     size = int(np.prod(shape))
-    words = jax.random.bits(key, (-(-size // 2),), jnp.uint32)
+    words = random_words.bits(key, (-(-size // 2),), jnp.uint32)
     numbers = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:size].reshape(shape)
     return numbers.astype(jnp.int32) < jnp.round(q * 65536).astype(jnp.int32)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool
 from commjax.algorithms.fedp3 import local_pruning
 from commjax.algorithms.fedp3.layers import Plan, check_names, kept, layer_sets, paths_of, ratios
 from commjax.algorithms.fedp3.local_pruning import LocalPruning, fixed
-from commjax.compressors import selection, wire
+from commjax.compressors import random_sets, wire
 from commjax.core.base import Key, Params
 from commjax.pruning import masks, scores
 from commjax.pruning.scores import Score
@@ -171,7 +171,7 @@ def client_mask(
     key = jax.random.fold_in(key, position)
 
     def draw(value: float, key: Key) -> Array:
-        return selection.random_mask(key, leaf.size, kept(leaf.size, value)).reshape(leaf.shape)
+        return random_sets.random_mask(key, leaf.size, kept(leaf.size, value)).reshape(leaf.shape)
 
     if len(values) == 1:
         return draw(values[0], key)

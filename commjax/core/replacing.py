@@ -86,11 +86,16 @@ def _define(twin: Primitive, primitive: Primitive, program: Program | None, repl
         return primitive.bind(*operands, **params)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        def rule(primals: Any, tangents: Any) -> Any:
-            value, tangent = ad.primitive_jvps[primitive](primals, tangents, **params)
-            return value, ad.instantiate_zeros(tangent)
+        none = None  # of integers there are no tangents
 
-        return replaced(rule)(primals, tangents)
+        def rule(primals: Any, tangents: Any) -> Any:
+            nonlocal none
+            value, tangent = ad.primitive_jvps[primitive](primals, tangents, **params)
+            none = tangent if type(tangent) is ad.Zero else None
+            return value, None if none is not None else tangent
+
+        value, tangent = replaced(rule)(primals, tangents)
+        return value, tangent if none is None else none
 
     def transposed(cotangent: Any, *operands: Any, **params: Any) -> Any:
         def rule(cotangent: Any, *operands: Any) -> Any:
