@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from commjax.compressors.random_sets import mixed, random_mask, random_of_mask, scaled
-from commjax.compressors.selection import magnitude_bits, top_k_mask
+from commjax.compressors.random_sets import mixed, random_mask, random_of_mask, random_positions, scaled
+from commjax.compressors.selection import magnitude_bits, ranked, top_k_mask
 from commjax.core import tree
 from commjax.core.base import Key
 from commjax.core.tree import varying_like
 
 # Up to this dimension and this many expected draws, testing the ranks of candidates is cheaper than a threshold.
-_MAX_DIMENSION = 4096
+MAX_DIMENSION = 4096
 _MAX_CANDIDATES = 16
 # Largest number of candidates of one row.
 _LAST = 1 << 24
@@ -40,9 +40,27 @@ def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[A
         return top_k_mask(x, k)
     if k_top == d:
         return random_mask(key, d, k)
-    if d > _MAX_DIMENSION or k * d > _MAX_CANDIDATES * k_top:
-        return random_of_mask(key, top_k_mask(x, k_top), k)
+    if d > MAX_DIMENSION or k * d > _MAX_CANDIDATES * k_top:
+        return random_of_mask(key, top_k_mask(x, k_top), k_top, k)
     return _draw_from_top(k, k_top)(key, tree.once(magnitude_bits(x)))
+
+
+@partial(jax.jit, static_argnames=("k", "k_top"))
+def k_of_top(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Int[Array, "k"]:
+    """Return the positions of `k_of_top_mask`, in an order that means nothing.
+
+    Args:
+        key: random key.
+        x: floating-point vector [d].
+        k: number of chosen coordinates, 1 <= k <= k_top.
+        k_top: number of largest magnitudes to choose from, at most d.
+
+    Returns:
+        Distinct positions [k].
+    """
+    if len(x) > MAX_DIMENSION and k < k_top < len(x):
+        return ranked(top_k_mask(x, k_top), random_positions(key, k_top, k))
+    return ranked(k_of_top_mask(key, x, k, k_top), jnp.arange(k, dtype=jnp.int32))
 
 
 @cache

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from commjax.compressors import wire
 from commjax.compressors.exact_laws import Law
+from commjax.compressors.random_sets import LARGE, permutation
 from commjax.compressors.sparse import identity
 from commjax.compressors.vectors import check_count, from_value, on_vectors, payload_bytes, value_bits
 from commjax.core import tree
@@ -32,7 +33,7 @@ def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
     """Return the mask of the coordinates that a client of `perm_k` owns."""
     key_coordinates, key_clients = jax.random.split(key)
     seat = jax.random.permutation(key_clients, n)[id]
-    place = jax.random.permutation(key_coordinates, d)
+    place = permutation(key_coordinates, d, d) if d >= LARGE else jax.random.permutation(key_coordinates, d)
     return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
 
 

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from commjax.compressors.selection import largest
+from commjax.compressors.selection import largest, ranked
 from commjax.core import random_words
 from commjax.core.base import ClientId, Key
 from commjax.core.tree import varying_like
 
 # From this dimension on, a set is drawn by a keyed permutation, at the price of k.
-_LARGE = 4096
-_ROUNDS = 8
+LARGE = 1024
+# With one round less, four million keys show that pairs of 64 places are not uniform, and far fewer those of 12 places.
+_ROUNDS = 4
 
 
 def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
@@ -35,6 +36,11 @@ def random_index(key: Key, shape: tuple[int, ...], d: int) -> Int[Array, "..."]:
     return scaled(random_words.bits(key, shape, jnp.uint32), d).astype(jnp.int32)
 
 
+def at_positions(d: int, positions: Int[Array, "k"]) -> Bool[Array, "d"]:
+    """Return the mask of these positions, which must be distinct."""
+    return jnp.zeros(d, bool).at[positions].set(True, unique_indices=True)
+
+
 def mixed(word: Array) -> Array:
     """Apply MurmurHash3's 32-bit finaliser, a bijection."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -50,13 +56,7 @@ def scaled(word: Array, m: int) -> Array:
 
 @partial(jax.jit, static_argnames=("d", "k"))
 def random_positions(key: Key, d: int, k: int) -> Int[Array, "k"]:
-    """Draw k distinct coordinates of many: the images of 0..k-1 under a random permutation of 0..d-1.
-
-    A Feistel network permutes the pairs (l, r) of an a x b rectangle with at least d places, a and b near sqrt(d):
-
-        l <- (l + F(r)) mod a,   r <- (r + G(l)) mod b        `_ROUNDS` times, F and G keyed by random words
-
-    A place outside 0..d-1 is permuted again, until it lies inside.  There are fewer than a such places.
+    """Draw k distinct coordinates, at the price of k in large dimensions; every subset of size k is equally likely.
 
     Args:
         key: random key.
@@ -64,11 +64,35 @@ def random_positions(key: Key, d: int, k: int) -> Int[Array, "k"]:
         k: number of chosen coordinates, 1 <= k <= d.
 
     Returns:
-        Positions [k], in random order.
+        Positions [k]; their order means nothing.
+    """
+    if d >= LARGE:
+        return permutation(key, d, k)
+    return ranked(random_mask(key, d, k), jnp.arange(k, dtype=jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("d", "k"))
+def permutation(key: Key, d: int, k: int) -> Int[Array, "k"]:
+    """Return the images of 0..k-1 under a random permutation of 0..d-1, at the price of k.
+
+    A Feistel network permutes the pairs (l, r) of an a x b rectangle with at least d places, a and b near sqrt(d):
+
+        l <- (l + F(r)) mod a,   r <- (r + G(l)) mod b        `_ROUNDS` times, F and G keyed by random words
+
+    A place outside 0..d-1 is permuted again, until it lies inside.
+
+    Args:
+        key: random key.
+        d: number of coordinates, below 2^31.
+        k: number of images, 1 <= k <= d.
+
+    Returns:
+        Distinct positions [k].
     """
     if d >= 2**31:
         raise ValueError(f"d={d}; allowed: fewer than 2^31 coordinates")
-    a = math.isqrt(d - 1) + 1
+    side = math.isqrt(d - 1) + 1
+    a = min(range(max(side // 2 + 1, -(-d >> 16)), side + 1), key=lambda a: (-d % a, -a))  # few places are outside
     sides = a, -(-d // a)
     words = random_words.bits(key, (_ROUNDS, 2, 2), jnp.uint32)
 
@@ -93,7 +117,7 @@ def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
     """Draw a mask of k distinct coordinates; every subset of size k is equally likely.
 
     Up to 32 coordinates are drawn with Floyd's algorithm.  More are the k largest of d random words (ties, of
-    probability about k / 2^31, go to the first) or, in large dimensions, `random_positions`.
+    probability about k / 2^31, go to the first) or, in large dimensions, images of a `permutation`.
 
     Args:
         key: random key.
@@ -105,9 +129,8 @@ def random_mask(key: Key, d: int, k: int) -> Bool[Array, "d"]:
     """
     if k == d:
         return jnp.ones(d, bool)
-    if d >= _LARGE and k > 32:
-        few = min(k, d - k)
-        return jnp.full(d, few < k).at[random_positions(key, d, few)].set(few == k, unique_indices=True)
+    if d >= LARGE:
+        return at_positions(d, permutation(key, d, k)) if 2 * k <= d else ~at_positions(d, permutation(key, d, d - k))
     if k > 32:
         return largest(_random_keys(key, d), k)
     position = jnp.arange(d, dtype=jnp.int32)
@@ -139,16 +162,22 @@ def _random_keys(key: Key, d: int) -> Int[Array, "d"]:
     return (random_words.bits(key, (d,), jnp.uint32) >> 1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames="k")
-def random_of_mask(key: Key, allowed: Bool[Array, "d"], k: int) -> Bool[Array, "d"]:
-    """Draw a mask of k distinct coordinates of `allowed`, uniformly: those with the k largest random words.
+@partial(jax.jit, static_argnames=("size", "k"))
+def random_of_mask(key: Key, allowed: Bool[Array, "d"], size: int, k: int) -> Bool[Array, "d"]:
+    """Draw a mask of k distinct coordinates of `allowed`; every subset of size k is equally likely.
+
+    In small dimensions they are those with the k largest random words, in large ones they are drawn by their number.
 
     Args:
         key: random key.
-        allowed: mask [d] with at least k True entries.
-        k: number of chosen coordinates.
+        allowed: mask [d].
+        size: number of True entries of `allowed`.
+        k: number of chosen coordinates, 1 <= k <= size.
 
     Returns:
         Mask [d].
     """
-    return largest(jnp.where(allowed, _random_keys(key, allowed.shape[0]) | 1, 0), k)
+    d = len(allowed)
+    if d < LARGE:
+        return largest(jnp.where(allowed, _random_keys(key, d) | 1, 0), k)
+    return at_positions(d, ranked(allowed, random_positions(key, size, k)))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commjax.compressors import candidates, random_sets, selection
+from commjax.compressors import candidates, random_sets, selection, top_k
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 D = 7
@@ -55,9 +55,100 @@ def test_top_k_under_vmap_is_one_by_one_with_and_without_ties(d, k):
         np.testing.assert_array_equal(mask, selection.top_k_mask(jnp.asarray(row), k))
 
 
+LONG = selection._LARGE + 5  # rows are taken one after another, and the last row of a table is not whole
+
+
+def long_rows(d):
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((3, d))
+    return {
+        "normal": normal,
+        "heavy tails": rng.standard_t(1, (3, d)),
+        "layers": normal * np.repeat(10.0 ** np.arange(-3, 2), -(-d // 5))[:d],
+        "few numbers": np.round(normal * 4) / 4,
+        "few entries": normal * (rng.random((3, d)) < 0.002),
+        "equal": np.sign(normal),
+        "zero": np.zeros((3, d)),
+        "infinite": np.where(rng.random((3, d)) < 0.01, -np.inf, normal),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("k", [1, 163, LONG // 2, LONG - 1])
+def test_long_rows_are_selected_as_by_a_sort(dtype, k):
+    selected = jax.jit(jax.vmap(lambda row: selection.top_k_mask(row, k)))
+    for name, rows in long_rows(LONG).items():
+        rows = rows.astype(dtype)
+        masks = selected(jnp.asarray(rows))
+        np.testing.assert_array_equal(masks, [oracle(row, k) for row in rows], err_msg=name)
+    alone = jax.jit(lambda row: selection.top_k_mask(row, k))(jnp.asarray(rows[0]))
+    np.testing.assert_array_equal(alone, masks[0])
+
+
+def test_a_long_row_is_selected_right_inside_a_fusion_that_would_compute_it_twice():
+    rng = np.random.default_rng(3)
+    a, b = (jnp.asarray(rng.standard_normal((4, LONG)), jnp.float32) for _ in range(2))
+
+    @jax.jit
+    def chosen(a, b):
+        x = a * 1.7 - b * b
+        mask = jax.vmap(lambda row: selection.top_k_mask(row, 100))(x)
+        return mask, jnp.where(mask, x, 0)
+
+    for seed in range(8):
+        mask, _ = chosen(a + np.float32(seed), b)
+        assert (np.asarray(mask).sum(axis=1) == 100).all()
+
+
+@pytest.mark.parametrize("d", [1, 15, 16, 17, 300, LONG])
+def test_entries_of_a_mask_are_found_by_their_number(d):
+    rng = np.random.default_rng(d)
+    for share in (0.02, 0.5, 1.0):
+        mask = rng.random(d) < share
+        size = int(mask.sum())
+        if size:
+            found = np.asarray(jax.jit(selection.ranked)(jnp.asarray(mask), jnp.arange(size, dtype=jnp.int32)))
+            assert sorted(found) == np.flatnonzero(mask).tolist()
+            some = rng.permutation(size)[: size // 2 + 1]
+            np.testing.assert_array_equal(
+                selection.ranked(jnp.asarray(mask), jnp.asarray(some, jnp.int32)), found[some]
+            )
+
+
+@pytest.mark.parametrize("d, k", [(9, 4), (LONG, 50)])
+def test_positions_and_values_are_those_of_the_mask(d, k):
+    x = np.random.default_rng(1).integers(-4, 5, d).astype(np.float32)
+    positions, values = selection.top_k(jnp.asarray(x), k)
+    assert sorted(np.asarray(positions)) == np.flatnonzero(oracle(x, k)).tolist()
+    np.testing.assert_array_equal(values, x[np.asarray(positions)])
+    for size in (k, 2 * k, d):
+        drawn = np.asarray(candidates.k_of_top(KEYS[0], jnp.asarray(x), k, size))
+        assert len(set(drawn.tolist())) == k and oracle(x, size)[drawn].all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_only_floating_point_numbers_are_selected_by_magnitude(dtype):
+    with pytest.raises(ValueError, match=f"a vector of {jnp.dtype(dtype).name}; allowed: floating-point numbers"):
+        top_k(2).compress(KEYS[0], jnp.ones(5, dtype))
+
+
+def test_on_other_platforms_top_k_of_jax_selects():
+    def selected(row):
+        return selection.top_k_mask(row, 3)
+
+    text = jax.jit(selected).trace(jnp.ones(50)).lower(lowering_platforms=("tpu",)).as_text()
+    assert "top_k" in text and "while" not in text
+    x = np.array([1.0, 3, -3, 2, 3, 0])
+    keys = selection.magnitude_bits(jnp.asarray(x))
+    np.testing.assert_array_equal(selection._by_top_k(keys, 2), oracle(x, 2))
+
+
 def test_nan_is_above_all():
     x = jnp.array([1.0, jnp.nan, jnp.inf, 0.0])
     assert selection.top_k_mask(x, 1).tolist() == [False, True, False, False]
+    long = jnp.ones(LONG).at[jnp.array([7, 9])].set(jnp.array([jnp.inf, -jnp.nan]))
+    assert np.flatnonzero(selection.top_k_mask(long, 2)).tolist() == [7, 9]
+    assert np.flatnonzero(selection.top_k_mask(jnp.full(LONG, jnp.nan), 3)).tolist() == [0, 1, 2]
 
 
 def check_uniform(masks, allowed, k):
@@ -82,8 +173,19 @@ def test_random_mask_is_uniform(d, k):
 
 def test_random_of_mask_is_uniform_on_what_is_allowed():
     allowed = np.array([True, False, True, True, False, True])
-    masks = jax.jit(jax.vmap(lambda key: random_sets.random_of_mask(key, jnp.asarray(allowed), 2)))(KEYS)
+    masks = jax.jit(jax.vmap(lambda key: random_sets.random_of_mask(key, jnp.asarray(allowed), 4, 2)))(KEYS)
     check_uniform(masks, allowed, 2)
+
+
+def test_random_of_mask_is_uniform_where_entries_are_drawn_by_their_number(monkeypatch):
+    monkeypatch.setattr(random_sets, "LARGE", 4)
+    random_sets.random_of_mask.clear_cache()
+    allowed = np.zeros(40, bool)
+    allowed[[0, 1, 17, 33, 39]] = True  # also behind the last whole row of the table
+    draw = random_sets.random_of_mask.__wrapped__
+    for size, k in ((5, 2), (5, 5)):
+        masks = jax.jit(jax.vmap(lambda key, size=size, k=k: draw(key, jnp.asarray(allowed), size, k)))(KEYS)
+        check_uniform(masks, allowed, k)
 
 
 TIED = np.array([2.0, 0, -2, 1, 1, 1, 0, 1])  # the five largest: 0, 2, and the first three of the ones
@@ -102,7 +204,7 @@ TIED = np.array([2.0, 0, -2, 1, 1, 1, 0, 1])  # the five largest: 0, 2, and the 
 )
 def test_k_of_top_mask_is_uniform_among_the_largest_with_ties(k, k_top, route, monkeypatch):
     if route == "threshold":
-        monkeypatch.setattr(candidates, "_MAX_DIMENSION", 7)
+        monkeypatch.setattr(candidates, "MAX_DIMENSION", 7)
     candidates.k_of_top_mask.clear_cache()
     masks = jax.jit(jax.vmap(candidates.k_of_top_mask, in_axes=(0, None, None, None)), static_argnums=(2, 3))(
         KEYS, jnp.asarray(TIED), k, k_top
@@ -188,7 +290,7 @@ def test_random_indices_are_uniform_on_both_sides_of_the_size_at_which_the_arith
     assert np.abs(shares - expected).max() < 5 * np.sqrt(expected)
 
 
-@pytest.mark.parametrize("d, k", [(4096, 33), (4097, 4096), (5000, 5000), (70_001, 700), (2**20 + 1, 100_000)])
+@pytest.mark.parametrize("d, k", [(1024, 33), (1031, 1030), (5000, 5000), (70_001, 700), (2**20 + 1, 100_000)])
 def test_random_positions_are_distinct_and_within_the_dimension(d, k):
     positions = np.asarray(jax.vmap(lambda key: random_sets.random_positions(key, d, k))(KEYS[:3]))
     assert positions.dtype == np.int32 and positions.shape == (3, k)
@@ -205,7 +307,7 @@ def chi_square(counts, expected, variance_of_one=None):
     return (np.sum((counts - expected) ** 2 / (variance_of_one or expected)) - degrees) / np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("d, k", [(4099, 40), (10_000, 64)])
+@pytest.mark.parametrize("d, k", [(1024, 40), (4099, 40), (10_000, 64)])
 def test_single_positions_and_pairs_of_random_sets_are_uniform_over_keys_rounds_and_clients(d, k):
     """A level of five deviations: a right generator fails once in three million runs."""
     many = {
@@ -233,6 +335,21 @@ def test_single_positions_and_pairs_of_random_sets_are_uniform_over_keys_rounds_
         assert abs(chi_square(gaps, n / (d - 1))) < 5
 
 
+def test_ordered_pairs_of_few_places_are_uniform_after_the_rounds_of_the_permutation():
+    """The fewer places, the more rounds are needed: from 1024 on, four are more than enough (at 64, three are not)."""
+    d, many = 64, jax.random.split(jax.random.key(8), 1_000_000)
+    pairs = np.asarray(jax.jit(jax.vmap(lambda key: random_sets.permutation(key, d, 2)))(many))
+    counts = np.bincount(pairs[:, 0] * d + pairs[:, 1], minlength=d * d).reshape(d, d)
+    assert np.diag(counts).sum() == 0
+    assert abs(chi_square(counts[~np.eye(d, dtype=bool)], len(pairs) / (d * (d - 1)))) < 5
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 10, 31, 1024, 1031])
+def test_a_permutation_of_all_places_has_every_place_once(d):
+    images = np.asarray(jax.vmap(lambda key: random_sets.permutation(key, d, d))(KEYS[:5]))
+    assert (np.sort(images, axis=1) == np.arange(d)).all()
+
+
 def test_rand_k_in_large_dimensions_is_unbiased_with_the_variance_of_theory():
     d, k, n = 4100, 41, 20_000
     x = np.random.default_rng(0).standard_normal(d)
@@ -248,3 +365,5 @@ def test_rand_k_in_large_dimensions_is_unbiased_with_the_variance_of_theory():
 def test_more_coordinates_than_32_bits_number_are_refused():
     with pytest.raises(ValueError, match=r"d=2147483648; allowed: fewer than 2\^31 coordinates"):
         random_sets.random_positions(KEYS[0], 2**31, 33)
+    with pytest.raises(ValueError, match=r"d=2147483648 coordinates; allowed: fewer than 2\^31"):
+        jax.eval_shape(lambda x: selection.top_k_mask(x, 5), jax.ShapeDtypeStruct((2**31,), jnp.bfloat16))
