@@ -6,12 +6,10 @@ Both sides have the same cohorts, the same prox objectives and BFGS (scipy with 
 computes values and gradients with NumPy in float64. Our side runs in float64 and in float32 (JAX's default). It runs
 with the settings split over one device per core (`mesh=`), and on one device with all cores.
 
-The sides take turns: after each seed of scipy, our side runs the whole grid. Scipy's time is the sum over its seeds;
-our time is the mean over the whole grids. The compilation time is printed separately.
+Without COMMJAX_DATA, the embedded data set breast_cancer is taken.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from scipy.optimize import minimize
 
 from commjax.algorithms import sppm_as
 from commjax.core import runner
 from commjax.devices.mesh import client_mesh
 from commjax.sampling import samplings
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 from experiments.cohort_squeeze import runs as cohort_squeeze_runs
 
 Pairs = Sequence[tuple[float, int]]  # (gamma, K) of each setting
@@ -34,7 +32,8 @@ Pairs = Sequence[tuple[float, int]]  # (gamma, K) of each setting
 
 @dataclass(frozen=True)
 class Settings:
-    dataset: str = "a6a"  # breast_cancer (embedded) or the name of a LibSVM data set
+    # breast_cancer (embedded) or the name of a LibSVM data set
+    dataset: str = "a6a" if "COMMJAX_DATA" in os.environ else "breast_cancer"
     clusters: int = 10  # number of clusters, which is also the size of a cohort
     per_cluster: int = 10  # clients per cluster
     gammas: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0)  # stepsizes of the prox
@@ -43,13 +42,10 @@ class Settings:
     rounds: int = 5  # global rounds per run
     at_once: int = 15  # settings that run together on a device with one core
     at_once_alone: int = 30  # settings that run together on a device with all cores
+    repeats: int = 5
 
 
-def timed(function: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """Return the result of the function and the seconds that it took."""
-    begin = time.perf_counter()
-    result = function()
-    return result, time.perf_counter() - begin
+QUICK = Settings(gammas=(1.0, 1000.0), most_local=5, seeds=2, repeats=2)
 
 
 def ours(
@@ -127,47 +123,40 @@ def theirs(
     return run
 
 
-def main(settings: Settings) -> None:
-    """Time all sides and print the ratios."""
+def tables(settings: Settings) -> list[Table]:
+    """Measure all sides."""
     about = cohort_squeeze_runs.Settings(clusters=settings.clusters, per_cluster=settings.per_cluster)
     problem = cohort_squeeze_runs.problem(settings.dataset, about)
     pairs = [(gamma, K) for K in range(1, settings.most_local + 1) for gamma in settings.gammas]
     keys = jax.random.split(jax.random.key(0), settings.seeds)
-    print(
-        f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} "
-        "global rounds, "
-        f"{jax.device_count()} devices, jax {jax.__version__}"
-    )
-    sides = {
-        (dtype, devices): ours(problem, settings, pairs, keys, dtype, devices)
+    if "COMMJAX_DATA" not in os.environ:
+        print("COMMJAX_DATA is not set: the embedded data set breast_cancer is taken instead of a6a")
+    names = {1: "one device", jax.device_count(): "one device a core"}
+    ours_by_name = {
+        f"{dtype.__name__}, {name}": ours(problem, settings, pairs, keys, dtype, devices)
         for dtype in (jnp.float64, jnp.float32)
-        for devices in dict.fromkeys((jax.device_count(), 1))
+        for devices, name in names.items()
     }
-    first = {side: timed(run) for side, run in sides.items()}
-    seconds: dict = {side: [] for side in sides}
-    scipy = []
-    for key in keys:
-        scipy.append(timed(theirs(problem, settings, pairs, key)))
-        for side, run in sides.items():
-            seconds[side].append(timed(run)[1])
-    spent = sum(duration for _, duration in scipy)
-    last = [h for h, (_, K) in enumerate(pairs) if settings.most_local == K]
-    print(f"  {'scipy, run after run':30s} {spent:8.2f} s   float64")
-    for (dtype, devices), (params, whole) in first.items():
-        mean = float(np.mean(seconds[dtype, devices]))
-        gap = np.abs(np.stack([theirs_params[last] for theirs_params, _ in scipy], axis=1) - params[last]).max()
-        print(
-            f"  {f'one program, {dtype.__name__}, {devices} device' + 's' * (devices > 1):30s} {mean:8.2f} s   "
-            f"compilation {whole - mean:.1f} s apart"
+    scipy = [theirs(problem, settings, pairs, key) for key in keys]
+    sides = {"scipy, run after run": Side(lambda: [run() for run in scipy])}
+    sides |= {name: Side(run) for name, run in ours_by_name.items()}
+    # float32 does not compute what scipy computes; it has no goal.
+    goals = {name: 20.0 if "float64" in name and "core" in name else None for name in ours_by_name}
+    return [
+        Table(
+            "A grid of Cohort-Squeeze",
+            f"{settings.dataset}, {len(problem.rows)} clients, {len(pairs) * len(keys)} runs of {settings.rounds} "
+            "rounds",
+            "The whole grid is one program. scipy takes the same time with one BLAS thread or two.",
+            take_turns(sides, settings.repeats),
+            {f"scipy / {name}": Ratio("scipy, run after run", name, goal, True) for name, goal in goals.items()},
+            ("s", 1),
         )
-        print(
-            f"  {'    scipy / ours':30s} {spent / mean:8.1f}     goal: at least 20; largest difference of x where K "
-            f"= {settings.most_local}: {gap:.1e}"
-        )
+    ]
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -3,36 +3,37 @@
     python -m experiments.bench.devices                      about 1 minute on 2 cores
 
 The algorithm is EF-BV as in experiments.bench.ef_bv (n = 1000, d = 112, comp-(1, 56), float32), with one round per
-call. The sides take turns, and the best time counts. On one device `shard_step` and `pmap_step` are `jit_step`.
+call. On one device `shard_step` and `pmap_step` are `jit_step`.
 `runner.run` with a mesh uses shard_map on one device too; it is compared with `runner.run` without.
 
 Goals: a ratio of at most 1.05 on one device. The bytes of the compiled program's collectives are those of the formula.
 """
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import tyro
 
 from commjax.core import runner
 from commjax.devices.collectives import bytes_up, collectives
 from commjax.devices.mesh import client_mesh, jit_step, pmap_step, shard, shard_rows, shard_step
 from experiments.bench import ef_bv as bench
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
 class Settings:
     rounds: int = 50  # rounds per timed block
-    repeats: int = 15  # timed blocks per side; the best counts
+    repeats: int = 9  # timed blocks per side
     # Numbers of devices, simulated on a CPU. Their speed means nothing; the bytes of their programs are exact.
     devices: tuple[int, ...] = (1, 2, 4, 8)
 
 
-def main(settings: Settings) -> dict[str, float]:
-    """Time all sides on one device, and print ratios and the bytes of collectives."""
+QUICK = Settings(rounds=20, repeats=5)
+
+
+def tables(settings: Settings) -> list[Table]:
+    """Measure all sides on one device, and print the bytes of collectives."""
     algorithm, state, data = bench.ours(bench.Settings())
     key, mesh = jax.random.key(0), client_mesh(1)
 
@@ -43,13 +44,13 @@ def main(settings: Settings) -> dict[str, float]:
                 held, _ = step(key, bench.HPARAMS, held, data)
             return jax.block_until_ready(held)
 
-        return rounds, settings.rounds
+        return Side(rounds, settings.rounds)
 
     def whole(run):
-        return lambda: jax.block_until_ready(run()), settings.rounds
+        return Side(run, settings.rounds)
 
     placed, rows = shard(state, mesh), shard_rows(data, mesh)
-    sides: dict[str, tuple[Callable[[], object], int]] = {
+    sides = {
         "plain jit": block(jax.jit(algorithm.step), state, data),
         "shard_step (= jit_step)": block(shard_step(algorithm, mesh), placed, rows),
         "pmap_step (= jit_step)": block(pmap_step(algorithm, 1), state, data),
@@ -59,13 +60,12 @@ def main(settings: Settings) -> dict[str, float]:
             lambda: runner.run(key, algorithm, bench.HPARAMS, placed, rows, settings.rounds, mesh=mesh)
         ),
     }
-    seconds = bench.best(sides, settings.repeats)
-    print(f"{os.cpu_count()} cores, jax {jax.__version__}, one device")
+    seconds = take_turns(sides, settings.repeats)
     ratios = {}
-    for name, value in seconds.items():
+    for name in sides:
         against = "runner.run" if "run" in name else "plain jit"
-        ratios[name] = value / seconds[against]
-        print(f"  {name:24} {value * 1e3:8.3f} ms a round, {ratios[name]:.3f} of {against}   goal: at most 1.05")
+        if name != against:
+            ratios[f"{name} / {against}"] = Ratio(name, against, 1.05)
     formula = bytes_up(algorithm, bench.HPARAMS, state, data)
     print(f"collectives of the compiled round; formula: one message, its bits, one loss = {formula} bytes")
     for devices in settings.devices:
@@ -75,10 +75,11 @@ def main(settings: Settings) -> dict[str, float]:
         print(
             f"  {devices} devices: {found.counts}, {found.bytes} bytes in, {moved:.0f} moved by each device in a ring"
         )
-    return ratios
+    setting = "EF-BV, n = 1000, d = 112, comp-(1, 56), one device"
+    says = "On one device `shard_step` and `pmap_step` are `jit_step`."
+    return [Table("What devices cost where there is one", setting, says, seconds, ratios, ("ms a round", 1e3))]
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Settings)
-    jax.config.update("jax_num_cpu_devices", max(chosen.devices))
-    main(chosen)
+    jax.config.update("jax_num_cpu_devices", max(Settings().devices))
+    command(Settings, QUICK, tables)

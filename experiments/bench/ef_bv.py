@@ -1,35 +1,24 @@
-"""The speed of EF-BV. All sides run in one call on one machine, and ratios are printed.
+"""The speed of EF-BV.
 
     python -m experiments.bench.ef_bv                    about 1 minute on 2 cores
-    python -m experiments.bench.ef_bv --torch            with the batched torch side (pip install torch)
 
 The compressor is comp-(1, 56), with n = 1000 clients, d = 112, 8 rows per client and float32, similar to mushrooms.
-Every side computes the loss too. The sides are timed several times, in turn, and the best time counts, because machines
-are shared and noisy. The sweep is also timed at the size of w8a (d = 300, 50 rows per client): the runs of a sweep
-share the reading of the data, which fit into the cache at the first size and do not at the second.
-
-    Goals                             ratio or time
-    EF-BV / plain gradient            at most 3
-    NumPy worker by worker / EF-BV    at least 80
-    EF-BV                             at most 0.89 ms per round (the goal of 80 was set for a loop of 71 ms)
-    NumPy batched / EF-BV             at least 4
-    torch batched / EF-BV             at least 3
-    sweep of 16 stepsizes / one run   below 8
-    first round (import and compile)  below 6 s
+Every side computes the loss too.  torch takes part if it is installed.  The sweep is also timed at the size of w8a
+(d = 300, 50 rows per client): the runs of a sweep share the reading of the data, which fit into the cache at the first
+size and do not at the second.
 """
 
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
@@ -37,6 +26,7 @@ from commjax.core import rounds, runner
 from commjax.core.base import Message
 from commjax.data.stacked import ClientData
 from commjax.problems import logistic
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -45,11 +35,11 @@ class Settings:
     d: int = 112  # dimension
     rows: int = 8  # rows of data per client
     rounds: int = 200  # rounds per timed call of a compiled side
-    repeats: int = 7  # timed calls per side; the best counts
-    torch: bool = False  # also time batched torch (2 threads)
+    repeats: int = 5  # timed calls per side
 
 
-W8A = Settings(d=300, rows=50, rounds=20, repeats=3)
+QUICK = Settings(rounds=50, repeats=3)
+W8A = Settings(d=300, rows=50, rounds=20)
 MU, K, GAMMA, LAM, NU = 0.1, 1, 1e-3, 5e-3, 1.0
 
 
@@ -60,26 +50,6 @@ def data_of(settings: Settings) -> ClientData:
     features = (rng.random((*shape, settings.d)) < 0.19).astype(np.float32)
     labels = np.where(rng.random(shape) < 0.5, -1, 1).astype(np.float32)
     return ClientData(features, labels, np.full(shape, 1 / settings.rows, np.float32))
-
-
-def best(sides: dict[str, tuple[Callable[[], object], int]], repeats: int) -> dict[str, float]:
-    """Return the seconds per round of each side.
-
-    The sides take turns, so that a slow moment of the machine affects all of them.
-
-    Args:
-        sides: Name -> (function without arguments, number of rounds that it takes).
-        repeats: Timed calls per side; the best counts.
-    """
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for function, _ in sides.values():
-        function()  # compile, warm up
-    for _ in range(repeats):
-        for name, (function, count) in sides.items():
-            began = time.perf_counter()
-            function()
-            times[name].append((time.perf_counter() - began) / count)
-    return {name: min(values) for name, values in times.items()}
 
 
 def plain_gradient(value_and_grad):
@@ -156,11 +126,7 @@ def batched_numpy(data: ClientData, k_top: int):
 
 def batched_torch(data: ClientData, k_top: int):
     """Return a round of EF-BV in torch with two threads, all workers at once."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError("the torch side needs torch: pip install torch") from error
-    torch.set_num_threads(2)
+    torch: Any = import_module("torch")
     a, b, w = (torch.from_numpy(part) for part in data)
     n, _, d = a.shape
     x, h, shift = torch.zeros(d), torch.zeros(n, d), torch.zeros(d)
@@ -204,12 +170,12 @@ def ours(settings: Settings):
     return algorithm, algorithm.init(jnp.zeros(settings.d), jnp.arange(settings.n)), data
 
 
-def compiled(function, settings: Settings, *args) -> tuple[Callable[[], object], int]:
-    """Return a side that runs all of its rounds in one call, and the number of rounds."""
-    return lambda: jax.block_until_ready(function(jax.random.key(0), *args, settings.rounds)), settings.rounds
+def compiled(function, settings: Settings, *args) -> Side:
+    """Return a side that runs all of its rounds in one call."""
+    return Side(lambda: function(jax.random.key(0), *args, settings.rounds), settings.rounds)
 
 
-def run_and_sweep(settings: Settings) -> dict[str, tuple[Callable[[], object], int]]:
+def run_and_sweep(settings: Settings) -> dict[str, Side]:
     """Return two sides: one run, and a sweep over 16 stepsizes as one program."""
     algorithm, state, data = ours(settings)
     grid = runner.stack([HPARAMS._replace(gamma=GAMMA * 2.0**-power) for power in range(16)])
@@ -223,48 +189,60 @@ def run_and_sweep(settings: Settings) -> dict[str, tuple[Callable[[], object], i
     }
 
 
-def main(settings: Settings) -> dict[str, float]:
-    """Time all sides, and print times and ratios."""
-    k_top = settings.d // 2
+def others(settings: Settings) -> dict[str, Side]:
+    """Return the plain gradient method, and EF-BV in NumPy and torch."""
     gradient = plain_gradient(jax.value_and_grad(partial(logistic.loss, mu=MU)))
     start = gradient.init(jnp.zeros(settings.d), jnp.arange(settings.n))
-    data = jax.tree.map(jnp.asarray, data_of(settings))
+    data, k_top = data_of(settings), settings.d // 2
+    arrays = jax.tree.map(jnp.asarray, data)
     sides = {
-        **run_and_sweep(settings),
-        "plain gradient": compiled(runner.run, settings, gradient, HPARAMS, start, data),
-        "NumPy, worker by worker": (loop_numpy(data_of(settings), k_top), 1),
-        "NumPy, batched": (batched_numpy(data_of(settings), k_top), 1),
+        "plain gradient": compiled(runner.run, settings, gradient, HPARAMS, start, arrays),
+        "NumPy, worker by worker": Side(loop_numpy(data, k_top)),
+        "NumPy, batched": Side(batched_numpy(data, k_top)),
     }
-    if settings.torch:
-        sides["torch, batched"] = (batched_torch(data_of(settings), k_top), 1)
-    seconds = best(sides, settings.repeats)
-    w8a = best(run_and_sweep(W8A), W8A.repeats)
-    command = [sys.executable, "-c", FIRST_ROUND]
-    first = min(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(2))
+    return sides if find_spec("torch") is None else sides | {"torch, batched": Side(batched_torch(data, k_top))}
 
-    print(
-        f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, n={settings.n}, "
-        f"d={settings.d}, float32"
-    )
-    w8a_names = {f"{name}, d={W8A.d}, {W8A.rows} rows": value for name, value in w8a.items()}
-    for name, value in {**seconds, **w8a_names}.items():
-        print(f"  {name:28} {value * 1e3:9.3f} ms a round")
-    fast = seconds["EF-BV"]
+
+def first_round() -> float:
+    """Return the seconds of the first round in a new process, import and compilation included."""
+    command = [sys.executable, "-c", FIRST_ROUND]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def tables(settings: Settings) -> list[Table]:
+    """Measure all tables."""
     ratios = {
-        "EF-BV / plain gradient": (fast / seconds["plain gradient"], "at most 3"),
-        "sweep of 16 / one run": (seconds["sweep of 16"] / fast, "below 8"),
-        "sweep of 16 / one run, w8a's size": (w8a["sweep of 16"] / w8a["EF-BV"], "below 8"),
-        "NumPy worker by worker / EF-BV": (seconds["NumPy, worker by worker"] / fast, "at least 80"),
-        "EF-BV, ms a round": (fast * 1e3, "at most 0.89: 71 ms / 80"),
-        "NumPy batched / EF-BV": (seconds["NumPy, batched"] / fast, "at least 4"),
-        "first round, s": (first, "below 6"),
+        "EF-BV / plain gradient": Ratio("EF-BV", "plain gradient", 1.8),
+        "NumPy, batched / EF-BV": Ratio("NumPy, batched", "EF-BV", 4, at_least=True),
+        "NumPy, worker by worker / EF-BV": Ratio("NumPy, worker by worker", "EF-BV", 80, at_least=True),
+        "torch, batched / EF-BV": Ratio("torch, batched", "EF-BV", 3, at_least=True),
+        "sweep of 16 / one run": Ratio("sweep of 16", "EF-BV", 8),
     }
-    if settings.torch:
-        ratios["torch batched / EF-BV"] = (seconds["torch, batched"] / fast, "at least 3")
-    for name, (value, goal) in ratios.items():
-        print(f"  {name:34} {value:8.2f}   goal: {goal}")
-    return {name: value for name, (value, _) in ratios.items()}
+    seconds = take_turns(run_and_sweep(settings) | others(settings), settings.repeats)
+    large = take_turns(run_and_sweep(W8A), settings.repeats)
+    first = {"EF-BV": [first_round() for _ in range(2)]}
+    return [
+        Table(
+            "EF-BV on a small problem",
+            f"n = {settings.n}, d = {settings.d}, {settings.rows} rows a client, comp-(1, {settings.d // 2}), float32",
+            "All sides compute the loss too. The runs of a sweep share the data, which fit into the cache already.",
+            seconds,
+            {name: ratio for name, ratio in ratios.items() if ratio.over in seconds},
+            ("ms a round", 1e3),
+        ),
+        Table(
+            "A sweep of EF-BV at the size of w8a",
+            f"n = {W8A.n}, d = {W8A.d}, {W8A.rows} rows a client",
+            "The data (60 MB) do not fit into the cache, so that sharing them helps.",
+            large,
+            {"sweep of 16 / one run": Ratio("sweep of 16", "EF-BV", 8)},
+            ("ms a round", 1e3),
+        ),
+        Table(
+            "The first round", "a new process; import and compilation included", "", first, {}, ("s", 1), {"EF-BV": 6}
+        ),
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

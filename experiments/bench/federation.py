@@ -3,24 +3,21 @@
     python -m experiments.bench.federation                   about 20 seconds on 2 cores
 
 The algorithm is EF-BV with comp-(10, d/2), d = 1000, float32 and 4 rows of data per client, for n = 1,000, 10,000 and
-100,000 in turn. The best time of several blocks counts.
+100,000 in turn.
 
 Goals: under 30 ms per round at n = 100,000, and no growth with n.
 """
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
 from commjax.devices import host_clients
-from experiments.bench.ef_bv import best
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,10 @@ class Settings:
     d: int = 1000  # dimension
     rows: int = 4  # rows of data per client
     rounds: int = 20  # rounds per timed block
-    repeats: int = 4  # timed blocks; the best counts
+    repeats: int = 5  # timed blocks
+
+
+QUICK = Settings(rounds=10, repeats=3)
 
 
 def least_squares(x, data):
@@ -40,8 +40,8 @@ def least_squares(x, data):
     return error @ error / len(targets), 2 / len(targets) * features.T @ error
 
 
-def main(settings: Settings) -> dict[str, float]:
-    """Time all numbers of clients and print the times."""
+def tables(settings: Settings) -> list[Table]:
+    """Measure all numbers of clients."""
     algorithm = ef_bv.ef_bv(least_squares, compressors.comp(10, settings.d // 2))
     hparams = ef_bv.HParams(1e-3, 1e-3, 1.0)
     rng = np.random.default_rng(0)
@@ -60,15 +60,21 @@ def main(settings: Settings) -> dict[str, float]:
             )
             return metrics
 
-        return rounds, settings.rounds
+        return Side(rounds, settings.rounds)
 
-    sides: dict[str, tuple[Callable[[], object], int]] = {f"n = {n}": side(n) for n in settings.clients}
-    seconds = best(sides, settings.repeats)
-    print(f"{os.cpu_count()} cores, jax {jax.__version__}, cohort {settings.cohort}, d = {settings.d}, float32")
-    for name, value in seconds.items():
-        print(f"  {name:12} {value * 1e3:8.2f} ms a round   goal: under 30")
-    return seconds
+    names = [f"n = {n:,}" for n in settings.clients]
+    return [
+        Table(
+            "Clients in the host's memory",
+            f"EF-BV, cohorts of {settings.cohort}, d = {settings.d}, float32",
+            "A round costs the same for any number of clients.",
+            take_turns({name: side(n) for name, n in zip(names, settings.clients)}, settings.repeats),
+            {f"{names[-1]} / {names[0]}": Ratio(names[-1], names[0], 1.3)},
+            ("ms a round", 1e3),
+            {names[-1]: 30},
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

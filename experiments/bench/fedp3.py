@@ -2,12 +2,10 @@
 
     python -m experiments.bench.fedp3
 
-Prints FedP3 / FedAvg and LowerB / FedAvg. FedP3 runs with all layers trained, which measures only what FedP3 adds, and
-as OPU3 with masks. LowerB does not differentiate the layers that a client does not train. The methods take turns, round
-by round, on the same machine. Compilation is not counted, and the least time of the rounds counts.
+FedP3 runs with all layers trained, which measures only what FedP3 adds, and as OPU3 with masks. LowerB does not
+differentiate the layers that a client does not train. The methods take turns, round by round.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax.algorithms import fedavg, fedp3
 from commjax.algorithms.fedp3 import plans, submodels
 from commjax.core import local, rounds
 from commjax.data.stacked import Examples
 from commjax.models import layered, networks
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,15 @@ class Settings:
     clients: int = 10  # clients; all of them take part
     steps: int = 5  # local steps; the thesis has 10 epochs
     batch: int = 48  # rows per step
-    rounds: int = 3  # rounds that are counted
+    repeats: int = 5  # rounds that are counted
     width: int = 64  # channels; the thesis has 64
     hidden: int = 1024  # width of the dense layers; the thesis has 1024
     image: tuple[int, int, int] = (32, 32, 3)
     keep: float = 0.9  # keep ratio of the layers that a client does not train
     more: bool = False  # also measure OPU3 with layers that are trained and discarded, and with random masks
+
+
+QUICK = Settings(steps=2, batch=16, repeats=2)
 
 
 def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
@@ -81,38 +82,22 @@ def rounds_of(settings: Settings) -> dict[str, Callable[[], Any]]:
     return {name: taker(algorithm) for name, algorithm in made.items()}
 
 
-def measure(settings: Settings) -> dict[str, np.ndarray]:
-    """Return [seconds, CPU seconds] of every counted round, by method.
-
-    The methods take turns, so that other load of the machine affects all of them.
-    """
-    seconds: dict[str, list] = {}
-    takers = rounds_of(settings)
-    for _ in range(settings.rounds):
-        for name, take in takers.items():
-            begin = time.perf_counter(), time.process_time()
-            jax.block_until_ready(take())
-            seconds.setdefault(name, []).append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    return {name: np.array(pairs) for name, pairs in seconds.items()}
-
-
-def main(settings: Settings) -> dict[str, float]:
-    """Time all methods, and print and return the ratios to FedAvg."""
-    print(
-        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, CNN "
-        f"{settings.width}/{settings.hidden}, "
-        f"images {'x'.join(map(str, settings.image))}, jax {jax.__version__}"
-    )
-    found = measure(settings)
-    least = {name: pairs.min(axis=0) for name, pairs in found.items()}
-    ratios = {name: float(times[0] / least["FedAvg"][0]) for name, times in least.items()}
-    for name, (seconds, processor) in least.items():
-        print(
-            f"  {name:36} {1e3 * seconds:7.0f} ms a round (least), {ratios[name]:.2f} of FedAvg; "
-            f"processor {1e3 * processor:7.0f} ms, {processor / least['FedAvg'][1]:.2f}"
+def tables(settings: Settings) -> list[Table]:
+    """Measure all methods."""
+    sides = {name: Side(take) for name, take in rounds_of(settings).items()}
+    goals = {"FedP3, all layers": 1.3, "FedP3, OPU3": 1.3, "LowerB": 1.0}
+    return [
+        Table(
+            "A round of FedP3",
+            f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, CNN "
+            f"{settings.width}/{settings.hidden}, images {'x'.join(map(str, settings.image))}",
+            "Training fewer layers makes a round faster.",
+            take_turns(sides, settings.repeats),
+            {f"{name} / FedAvg": Ratio(name, "FedAvg", goals.get(name)) for name in sides if name != "FedAvg"},
+            ("ms a round", 1e3),
         )
-    return ratios
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -5,14 +5,13 @@ r"""Local training of networks on a CPU: a step in a round of FedAvg, ours again
         optax==0.1.7 chex==0.1.84 'numpy<2' 'scipy<1.12'
     python -m experiments.bench.networks --fedjax fedjax_env/bin/python
 
-All sides take the same steps on the same shapes and take turns, round by round.  "gradient" is the bare gradient of one
-batch, compiled by itself: a step in a round should cost little more.  FedJAX 0.0.17 needs an older JAX, and therefore
-its own environment (Python 3.11).  The first round of each side, which compiles, is not counted.
+All sides take the same steps on the same shapes.  "gradient" is the bare gradient of one batch, compiled by itself: a
+step in a round should cost little more.  FedJAX 0.0.17 needs an older JAX, and therefore its own environment (Python
+3.11).
 """
 
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +24,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax.algorithms import fedavg
 from commjax.core import local, rounds
 from commjax.data.stacked import Examples
 from commjax.models import fast_on_cpu, networks
 from commjax.models.resnet import ResNet18
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 # (channels, side of the kernel) of a convolution, "pool" for 2 x 2 maximum pooling, width of a dense layer
 Layers = tuple[tuple[int, int] | str | int, ...]
@@ -76,11 +75,11 @@ class Network(nn.Module):
         return nn.Dense(self.classes)(x.reshape(len(x), -1))
 
 
-Side = Callable[[], Any]  # takes one round and waits for its end
+QUICK = Settings(network=("small", "emnist"), clients=4, steps=5, turns=3)
 
 
-def our_sides(name: str, settings: Settings) -> Iterator[tuple[str, int, Side]]:
-    """Yield (name, number of steps, round) of each side that runs in JAX."""
+def our_sides(name: str, settings: Settings) -> Iterator[tuple[str, Side]]:
+    """Yield the name of each side that runs in JAX, and a round of it; the units are local steps."""
     layers, padding, image, classes = NETWORKS[name]
     module = Network(layers, padding, classes) if layers else ResNet18(width=16, groups=2)
     data = examples(settings, image, classes)
@@ -94,21 +93,19 @@ def our_sides(name: str, settings: Settings) -> Iterator[tuple[str, int, Side]]:
 
     batch = jax.tree.map(lambda leaf: leaf[0, : settings.batch], data)
     gradient = jax.jit(jax.value_and_grad(plain))
-    yield "gradient", 5, lambda: [jax.block_until_ready(gradient(params, batch)) for _ in range(5)]
+    yield "gradient", Side(lambda: [jax.block_until_ready(gradient(params, batch)) for _ in range(5)], 5)
 
     def fed(loss: Any, steps: int, over: Any, n: int) -> Side:
         algorithm = fedavg.fedavg(jax.value_and_grad(loss), local.minibatch(settings.batch), steps=steps, over=over)
         rows = jax.tree.map(lambda leaf: leaf[:n], data)
         step = partial(jax.jit(algorithm.step), jax.random.key(1), fedavg.HParams(0.01, 1.0))
         state = algorithm.init(params, jnp.arange(n))
-        return lambda: jax.block_until_ready(step(state, rows))
+        return Side(lambda: step(state, rows), n * steps)
 
-    steps = settings.steps
-    yield "one by one", settings.clients * steps, fed(fast_on_cpu(plain), steps, rounds.one_by_one, settings.clients)
-    yield "vmap", settings.clients * steps, fed(fast_on_cpu(plain), steps, jax.vmap, settings.clients)
+    yield "one by one", fed(fast_on_cpu(plain), settings.steps, rounds.one_by_one, settings.clients)
+    yield "vmap", fed(fast_on_cpu(plain), settings.steps, jax.vmap, settings.clients)
     if settings.lax and layers:
-        few = max(1, steps // 5)
-        yield "lax, one by one", few, fed(plain, few, rounds.one_by_one, 1)
+        yield "lax, one by one", fed(plain, max(1, settings.steps // 5), rounds.one_by_one, 1)
 
 
 def examples(settings: Settings, image: tuple[int, int, int], classes: int) -> Examples:
@@ -157,7 +154,7 @@ def torch_side(name: str, settings: Settings) -> Side | None:
         with torch.no_grad():
             torch._foreach_copy_(weights, start)  # every turn does the same work
 
-    return take_round
+    return Side(take_round, settings.clients * settings.steps)
 
 
 @contextmanager
@@ -176,43 +173,34 @@ def fedjax_side(python: Path, settings: Settings) -> Iterator[Side]:
             if stdout.readline() != "done\n":
                 raise RuntimeError(f"FedJAX's side ended with status {process.wait()}")
 
-        yield take_round
+        yield Side(take_round, settings.clients * settings.steps)
         stdin.close()
 
 
-def measure(name: str, settings: Settings) -> dict[str, np.ndarray]:
-    """Return the milliseconds of a step in every counted round, by side."""
+def table(name: str, settings: Settings) -> Table:
+    """Time all sides of one network."""
     with ExitStack() as stack:
-        sides = {side: (steps, take) for side, steps, take in our_sides(name, settings)}
+        sides = dict(our_sides(name, settings))
         if (torch_round := torch_side(name, settings)) is not None:
-            sides["torch"] = settings.clients * settings.steps, torch_round
+            sides["torch"] = torch_round
         if settings.fedjax is not None and name == "emnist":
-            take = stack.enter_context(fedjax_side(settings.fedjax, settings))
-            sides["FedJAX, jit backend"] = settings.clients * settings.steps, take
-        milliseconds: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(settings.turns + 1):
-            for side, (steps, take) in sides.items():
-                begin = time.perf_counter()
-                take()
-                if turn:
-                    milliseconds[side].append(1e3 * (time.perf_counter() - begin) / steps)
-    return {side: np.array(values) for side, values in milliseconds.items()}
+            sides["FedJAX, jit backend"] = stack.enter_context(fedjax_side(settings.fedjax, settings))
+        seconds = take_turns(sides, settings.turns)
+    goals = {"gradient": 1.2, "torch": 0.8, "FedJAX, jit backend": 0.15, "lax, one by one": None}
+    return Table(
+        f"Local training, network {name}",
+        f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, FedAvg",
+        "A step in a round, with the drawing of rows and the update, against the bare gradient and other libraries.",
+        seconds,
+        {f"one by one / {side}": Ratio("one by one", side, goal) for side, goal in goals.items() if side in sides},
+        ("ms a step", 1e3),
+    )
 
 
-def main(settings: Settings) -> dict[str, dict[str, np.ndarray]]:
-    """Time all sides and print a table for each network."""
-    found = {}
-    print(f"{settings.clients} clients, {settings.steps} steps of {settings.batch} rows, jax {jax.__version__}")
-    for name in settings.network:
-        found[name] = measure(name, settings)
-        least = min(("one by one", "vmap"), key=lambda side: float(np.median(found[name][side])))
-        ours = np.median(found[name][least])
-        print(f"{name}: milliseconds a step, median (least to most) of {settings.turns} rounds; {least} / side")
-        for side, values in found[name].items():
-            middle, low, high = np.median(values), values.min(), values.max()
-            print(f"  {side:20} {middle:8.2f} ({low:.2f} to {high:.2f})   {ours / middle:5.2f}", flush=True)
-    return found
+def tables(settings: Settings) -> list[Table]:
+    """Measure all networks."""
+    return [table(name, settings) for name in settings.network]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -1,26 +1,22 @@
-"""The time that compression adds to a training step. Both sides run in one call on one machine.
+"""The time that compression adds to a training step.
 
     python -m experiments.bench.optax                   about 2 minutes on 2 cores
 
 The model is a transformer of about 10 million parameters, with Adam, float32 and one device. One side is plain; the
-other compresses the gradient with EF21 to the largest 1 % of every leaf (`commjax.integrations.optax.ef_bv`). The sides
-take turns, and the best time counts, because machines are shared. Goal: at most 20 % more time.
+other compresses the gradient with EF21 to the largest 1 % of every leaf (`commjax.integrations.optax.ef_bv`).
 """
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 from commjax.core import tree
 from commjax.integrations import optax as cj_optax
 from experiments import transformer
-from experiments.bench.ef_bv import best
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,14 @@ class Settings:
     batch: int = 8  # windows per step
     length: int = 128  # tokens per window
     share: float = 0.01  # share of every leaf that is sent
-    repeats: int = 5  # timed steps per side; the best counts
+    repeats: int = 5  # timed steps per side
 
 
-def main(settings: Settings) -> dict[str, float]:
-    """Time both sides, and print times and ratio."""
+QUICK = Settings(repeats=3)
+
+
+def tables(settings: Settings) -> list[Table]:
+    """Measure both sides."""
     model = transformer.Transformer(
         settings.vocabulary, settings.width, settings.layers, settings.heads, settings.length
     )
@@ -61,25 +60,25 @@ def main(settings: Settings) -> dict[str, float]:
             held[0], held[1], value = jax.block_until_ready(step(*held))
             return value
 
-        return one, 1
+        return Side(one)
 
     mean = cj_optax.ef_bv(cj_optax.top_share(settings.share), 1, key, lam=1.0, nu=1.0)
-    sides: dict[str, tuple[Callable[[], object], int]] = {
+    sides = {
         "plain": side(optax.identity(), lambda grads: grads),
         "EF21, top": side(mean, lambda grads: jax.tree.map(lambda leaf: leaf[None], grads)),
     }
-    seconds = best(sides, settings.repeats)
-    ratio = seconds["EF21, top"] / seconds["plain"]
-    print(
-        f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, jax {jax.__version__}, {tree.size(params)} "
-        "parameters,"
-    )
-    print(f"  {settings.batch} x {settings.length} tokens a step, {settings.share:.1%} of every leaf sent")
-    for name, value in seconds.items():
-        print(f"  {name:12} {value * 1e3:9.1f} ms a step")
-    print(f"  compressed / plain {ratio:8.3f}   goal: at most 1.2")
-    return {"compressed / plain": ratio, **seconds}
+    return [
+        Table(
+            "Compression inside Optax",
+            f"a transformer of {tree.size(params):,} parameters, {settings.batch} x {settings.length} tokens a step, "
+            f"{settings.share:.0%} of every leaf sent",
+            "Both sides end with Adam.",
+            take_turns(sides, settings.repeats),
+            {"compressed / plain": Ratio("EF21, top", "plain", 1.15)},
+            ("ms a step", 1e3),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -7,20 +7,18 @@
     Wanda's score, 2:4 mask                     the same (this ratio has the goal), and topk in groups of four
     DSnoT, from (W, mask, statistics) to mask   the loop of the released code: two sorts, four pointers, 50 cycles
 
-The sides take turns, the median of `repeats` counts, and compilation is not counted. The number of entries in which the
-masks differ is printed too.
+The number of entries in which the masks differ is printed too.
 """
 
-import statistics as numbers
-import time
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 import torch
-import tyro
 
 from commjax.pruning import masks, regrow, scores, statistics
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,10 @@ class Settings:
     regrow_sparsity: float = 0.6  # sparsity of DSnoT, as in the thesis
     samples: int = 8  # calibration samples
     tokens: int = 256  # tokens per sample
-    repeats: int = 7
+    repeats: int = 5
 
 
-def turns(ours, theirs, repeats: int) -> tuple[float, float]:
-    """Return the median seconds of both functions, which take turns."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    jax.block_until_ready(ours())
-    theirs()
-    for _ in range(repeats):
-        for side, run in zip(seconds, (ours, theirs)):
-            begin = time.perf_counter()
-            jax.block_until_ready(run())
-            side.append(time.perf_counter() - begin)
-    return numbers.median(seconds[0]), numbers.median(seconds[1])
+QUICK = Settings(inputs=1024, outputs=1024, repeats=3)
 
 
 def torch_mask(W, norms, k):
@@ -108,60 +96,59 @@ def torch_dsnot(W, pruned, sums, variance, norms, *, same_sign, cycles=50, thres
     return pruned
 
 
-def line(name: str, ours: float, theirs: float, goal: str) -> None:
-    """Print one row of the table."""
-    print(f"  {name:<34}{ours * 1e3:10.1f} ms {theirs * 1e3:10.1f} ms {ours / theirs:8.3f}    {goal}")
-
-
-def main(settings: Settings) -> None:
-    """Time all sides and print the table."""
+def tables(settings: Settings) -> list[Table]:
+    """Measure all sides."""
     shape = (settings.inputs, settings.outputs)
     W = jax.random.normal(jax.random.key(0), shape) * 0.02
     shift = 0.3 * jax.random.normal(jax.random.key(1), (settings.inputs,))
     x = jax.random.normal(jax.random.key(2), (settings.samples, settings.tokens, settings.inputs)) + shift
-    stats = statistics.of(x)
-    wanda = scores.wanda()
+    stats, wanda = statistics.of(x), scores.wanda()
     theirs = torch.from_numpy(np.array(W.T))  # torch keeps [out, in]
     vectors = (statistics.input_sum, statistics.variance, statistics.input_norm)
     sums, variance, norms = (torch.from_numpy(np.array(f(stats))) for f in vectors)
-
-    print(
-        f"{shape[0]} x {shape[1]} float32, jax {jax.__version__}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads"
-    )
-    print(f"  {'':<34}{'ours':>13} {'torch':>13} {'ratio':>8}    goal")
     k = masks.count(settings.inputs, settings.sparsity)
     half = jax.jit(lambda W, stats: masks.unstructured(wanda(W, stats), settings.sparsity))
     pair = jax.jit(lambda W, stats: masks.n_m(wanda(W, stats), 2, 4))
-    per_output = turns(lambda: half(W, stats), lambda: torch_mask(theirs, norms, k), settings.repeats)
-    line(f"score + mask, output, {settings.sparsity:.0%}", *per_output, "at most 1, goal 0.5")
-    checked = turns(
-        lambda: masks.unstructured(wanda(W, stats), settings.sparsity),
-        lambda: torch_mask(theirs, norms, k),
-        settings.repeats,
-    )
-    line("  the same in two calls, checked", *checked, "")
-    n_m, torch_n_m = turns(lambda: pair(W, stats), lambda: torch_2_4(theirs, norms), settings.repeats)
-    line("score + 2:4 mask / the first line", n_m, per_output[1], "at most 0.1")
-    line("  against topk in groups of four", n_m, torch_n_m, "")
-
     mask = masks.unstructured(wanda(W, stats), settings.regrow_sparsity)
     pruned = torch.from_numpy(~np.array(mask.T))
-    differ = []
-    for same_sign in (False, True):
-        seconds = turns(
-            lambda same_sign=same_sign: regrow.dsnot(W, mask, stats, same_sign=same_sign)[1],
-            lambda same_sign=same_sign: torch_dsnot(theirs, pruned, sums, variance, norms, same_sign=same_sign),
-            settings.repeats,
+
+    def ours(same_sign: bool) -> jax.Array:
+        return regrow.dsnot(W, mask, stats, same_sign=same_sign)[1]
+
+    def loop(same_sign: bool) -> torch.Tensor:
+        return torch_dsnot(theirs, pruned, sums, variance, norms, same_sign=same_sign)
+
+    sides = {
+        "mask of an output": Side(lambda: half(W, stats)),
+        "the same, checked": Side(lambda: masks.unstructured(wanda(W, stats), settings.sparsity)),
+        "2:4 mask": Side(lambda: pair(W, stats)),
+        "torch, mask of an output": Side(lambda: torch_mask(theirs, norms, k)),
+        "torch, 2:4 mask": Side(lambda: torch_2_4(theirs, norms)),
+    }
+    for same_sign, rule in ((False, "off"), (True, "on")):
+        sides[f"DSnoT, sign rule {rule}"] = Side(partial(ours, same_sign))
+        sides[f"torch, DSnoT, sign rule {rule}"] = Side(partial(loop, same_sign))
+    ratios = {
+        "mask of an output / torch": Ratio("mask of an output", "torch, mask of an output", 0.5),
+        "2:4 mask / torch's mask of an output": Ratio("2:4 mask", "torch, mask of an output", 0.1),
+        "2:4 mask / torch": Ratio("2:4 mask", "torch, 2:4 mask", 0.1),
+        "DSnoT, sign rule off / torch": Ratio("DSnoT, sign rule off", "torch, DSnoT, sign rule off", 0.33),
+        "DSnoT, sign rule on / torch": Ratio("DSnoT, sign rule on", "torch, DSnoT, sign rule on", 0.33),
+    }
+    differ = [int((np.array(half(W, stats).T) == torch_mask(theirs, norms, k).numpy()).sum())]
+    differ += [int((np.array(ours(sign).T) == loop(sign).numpy()).sum()) for sign in (False, True)]
+    print(f"entries of the masks that differ: score {differ[0]}, DSnoT {differ[1]} and {differ[2]} of {W.size}")
+    return [
+        Table(
+            "Pruning a matrix",
+            f"{shape[0]} x {shape[1]} float32, torch {torch.__version__.split('+')[0]}, "
+            f"{torch.get_num_threads()} threads",
+            "The torch side of DSnoT is a loop that we wrote from the description.",
+            take_turns(sides, settings.repeats),
+            ratios,
         )
-        line(f"DSnoT, sign rule {'on' if same_sign else 'off'}", *seconds, "at most 0.33")
-        new = np.array(regrow.dsnot(W, mask, stats, same_sign=same_sign)[1].T)
-        differ.append(
-            int((new == torch_dsnot(theirs, pruned, sums, variance, norms, same_sign=same_sign).numpy()).sum())
-        )
-    first = int((np.array(half(W, stats).T) == torch_mask(theirs, norms, k).numpy()).sum())
-    print(f"  entries of the masks that differ: score {first}, DSnoT {differ[0]} and {differ[1]} of {W.size}")
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -5,18 +5,17 @@ r"""Communication rounds of i-Scaffnew on logistic regression, in one scan.
 Networks are in `experiments.bench.networks`.
 """
 
-import time
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax.algorithms import scafflix
 from commjax.core import runner
 from commjax.data.stacked import ClientData
 from commjax.problems import logistic
+from experiments.bench.measure import Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,14 @@ class Settings:
     rows: int = 1000  # rows of a client
     features: int = 112
     rounds: int = 200
+    repeats: int = 5
 
 
-def main(settings: Settings) -> float:
-    """Print and return the communication rounds per second, without compilation."""
+QUICK = Settings(repeats=3)
+
+
+def tables(settings: Settings) -> list[Table]:
+    """Measure a round, without compilation."""
     rng = np.random.default_rng(0)
     n, rows, d = settings.clients, settings.rows, settings.features
     data = ClientData(
@@ -39,13 +42,18 @@ def main(settings: Settings) -> float:
     algorithm = scafflix.i_scaffnew(jax.value_and_grad(lambda x, one: logistic.loss(x, one, 0.1)))
     state = algorithm.init(jnp.zeros(d, jnp.float32), jnp.arange(n))
     inputs = (jax.random.key(0), algorithm, scafflix.HParams(0.1, 1.0, 0.2), state, data, settings.rounds)
-    jax.block_until_ready(runner.run(*inputs))
-    begin = time.perf_counter()
-    jax.block_until_ready(runner.run(*inputs))
-    rate = settings.rounds / (time.perf_counter() - begin)
-    print(f"logistic regression, {n} x {rows} x {d}, p = 0.2, one scan: {rate:.0f} communication rounds a second")
-    return rate
+    sides = {"i-Scaffnew": Side(lambda: runner.run(*inputs), settings.rounds)}
+    return [
+        Table(
+            "Communication rounds of i-Scaffnew",
+            f"logistic regression, {n} clients of {rows} rows, d = {d}, p = 0.2, one scan",
+            "",
+            take_turns(sides, settings.repeats),
+            {},
+            ("ms a communication round", 1e3),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

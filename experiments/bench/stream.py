@@ -11,14 +11,11 @@ compared with two baselines:
     the passes needed       the dense pass without its last layer; stricter, and the one to judge by
 
 The sides are `model.prune` (statistics, scores, masks, reconstruction errors) and `stream.prune_folder` (the same from
-disk to disk, with its checks). All sides take turns in one process, after compilation. Wall time and CPU time of all
-threads are printed, as the least of the repeats. On a busy machine, read the CPU time.
+disk to disk, with its checks).
 """
 
-import os
+import itertools
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from commjax import llm
 from commjax.llm import Config, llama2c
 from commjax.pruning import model as in_memory
 from commjax.pruning import regrow, scores, stream
 from commjax.pruning.recipe import Recipe, choose
+from experiments.bench.measure import Ratio, Side, Table, command, take_turns
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,10 @@ class Settings:
     samples: int = 64  # calibration windows; papers take 128 windows of 2048 tokens
     window: int = 256  # tokens per window
     batch_size: int = 8  # windows per batch
-    repeats: int = 5  # timed repeats; the least time counts
+    repeats: int = 5
+
+
+QUICK = Settings(blocks=2, samples=16, repeats=3)
 
 
 def random_model(settings: Settings):
@@ -91,8 +91,8 @@ def two_passes(model, params, windows, batch_size, whole: bool) -> None:
     jax.block_until_ready(hidden)
 
 
-def main(settings: Settings) -> None:
-    """Time all sides and print the table."""
+def tables(settings: Settings) -> list[Table]:
+    """Measure all sides."""
     model, params = random_model(settings) if settings.model is None else llama2c.read(settings.model)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     shape = settings.samples, settings.window
@@ -104,38 +104,37 @@ def main(settings: Settings) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         llm.save(f"{folder}/source", model, params)
+        number = itertools.count()
 
-        def streamed(recipe, number):
-            out = f"{folder}/out{number}"
+        def streamed(recipe: Recipe) -> None:
+            out = f"{folder}/out{next(number)}"
             stream.prune_folder(
                 f"{folder}/source", out, windows, recipe, batch_size=settings.batch_size, progress=False
             )
 
-        sides: dict[str, Callable[[int], Any]] = {
-            name: lambda number, whole=whole: two_passes(model, params, windows, settings.batch_size, whole)
-            for name, whole in (("two whole passes", True), ("the passes needed", False))
-        }
-        for name, recipe in recipes.items():
-            sides[f"in memory: {name}"] = lambda number, recipe=recipe: jax.block_until_ready(
-                in_memory.prune(model, params, windows, recipe, batch_size=settings.batch_size)[0]
-            )
-        first = recipes["RIA, 50 % of an output"]
-        sides["from disk to disk: RIA, 50 % of an output"] = lambda number: streamed(first, number)
-        seconds = {name: [] for name in sides}
-        for repeat in range(1 + settings.repeats):  # the first compiles
-            for name, run in sides.items():
-                begin = time.perf_counter(), time.process_time()
-                run(repeat)
-                seconds[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    load = os.getloadavg()[0]
-    print(f"{weights / 1e6:.1f} M parameters, {shape[0]} windows of {shape[1]} tokens, jax {jax.__version__}")
-    print(f"load of the machine {load:.1f} on {os.cpu_count()} cores; goal: at most 1.3 x the passes needed")
-    least = {name: np.min(measured[1:], axis=0) for name, measured in seconds.items()}
-    base = least["the passes needed"]
-    for name, (wall, cpu) in least.items():
-        ratios = f"{wall:7.3f} s wall {wall / base[0]:5.2f} x   {cpu:7.3f} s CPU {cpu / base[1]:5.2f} x"
-        print(f"  {name:44s} {ratios}")
+        def passes(whole: bool) -> None:
+            two_passes(model, params, windows, settings.batch_size, whole)
+
+        def pruned(recipe: Recipe) -> Any:
+            return in_memory.prune(model, params, windows, recipe, batch_size=settings.batch_size)[0]
+
+        sides = {"two whole passes": Side(partial(passes, True)), "the passes needed": Side(partial(passes, False))}
+        sides |= {f"in memory: {name}": Side(partial(pruned, recipe)) for name, recipe in recipes.items()}
+        first = "RIA, 50 % of an output"
+        sides[f"from disk to disk: {first}"] = Side(partial(streamed, recipes[first]))
+        seconds = take_turns(sides, settings.repeats)
+    ratios = {f"{name} / passes needed": Ratio(name, "the passes needed", 1.3) for name in sides if ":" in name}
+    ratios |= {f"{name} / two passes": Ratio(name, "two whole passes", 1.3) for name in sides if ":" in name}
+    return [
+        Table(
+            "Pruning a model",
+            f"a random Llama of {weights / 1e6:.1f} million parameters, {shape[0]} windows of {shape[1]} tokens",
+            "The passes needed leave out the last layer of the dense pass, whose output is not used.",
+            seconds,
+            ratios,
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    command(Settings, QUICK, tables)

@@ -233,7 +233,7 @@ def ablations(settings: networks.Settings) -> Rows:
     """Fig. 3.3: Scafflix with other alpha, cohort sizes and p, at the stepsize that was tuned for the default."""
     task = networks.load(settings.task, settings.model, settings.clients, settings.rows)
     starts = networks.Starts(task, settings)
-    stepsize = networks.tuned(task, "Scafflix", starts, settings)
+    stepsize = networks.tuned(task, "Scafflix", starts, settings)[0]
     knobs = {
         "alpha": (0.1, 0.3, 0.5, 0.7, 0.9),
         "cohort": tuple(size for size in (1, 5, 10, 20) if size <= len(task.train.weights)),

@@ -239,15 +239,27 @@ def train(
     )
 
 
-def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> float:
-    """The stepsize of the grid with the best last validation accuracy, seed 0; a run that diverges loses."""
+def tuned(task: Task, name: str, starts: Starts, settings: Settings) -> list[float]:
+    """The stepsizes of the grid, by last validation accuracy of seed 0, best first; a run that diverges loses."""
     scores = {}
     for stepsize in settings.stepsizes:
         try:
             scores[stepsize] = float(train(task, name, stepsize, 0, starts, settings).evaluations["validation"][-1])
         except runner.DivergedError:
             scores[stepsize] = -1.0
-    return max(scores, key=lambda stepsize: scores[stepsize])
+    return sorted(scores, key=lambda stepsize: scores[stepsize], reverse=True)
+
+
+def seeds_of(task: Task, name: str, starts: Starts, settings: Settings) -> tuple[float, list[Record]]:
+    """The runs of all seeds with the best stepsize at which none of them diverges, and this stepsize."""
+    diverged: Exception | None = None
+    for stepsize in tuned(task, name, starts, settings):
+        try:
+            return stepsize, [train(task, name, stepsize, 1 + seed, starts, settings) for seed in range(settings.seeds)]
+        except runner.DivergedError as error:
+            print(f"{name}: a seed diverges at stepsize {stepsize:g}; the next best of the grid is taken")
+            diverged = error
+    raise ValueError(f"{name} diverges with every stepsize of {settings.stepsizes}") from diverged
 
 
 def measure(task: Task, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
@@ -255,8 +267,7 @@ def measure(task: Task, names: Sequence[str], settings: Settings) -> dict[str, d
     results: dict[str, dict[str, Any]] = {}
     starts = Starts(task, settings)
     for name in names:
-        stepsize = tuned(task, name, starts, settings)
-        records = [train(task, name, stepsize, 1 + seed, starts, settings) for seed in range(settings.seeds)]
+        stepsize, records = seeds_of(task, name, starts, settings)
         at = records[0].evaluations["round"].astype(int)
         bits = np.concatenate([[0], np.cumsum(records[0].metrics["bits_up"])])[at] / 1e6
         results[name] = {
