@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from commjax.compressors.random_sets import mixed, random_mask, random_of_mask, random_positions, scaled
-from commjax.compressors.selection import magnitude_bits, ranked, top_k_mask
+from commjax.compressors.selection import count, magnitude_bits, ranked, top_k_mask
 from commjax.core import tree
 from commjax.core.base import Key
 from commjax.core.tree import varying_like
@@ -91,27 +91,28 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     n, d = keys.shape
     few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
     room = max(1, n // 8)
-    chosen, count = _accepted(key, keys, jnp.int32(0), few, None, k=k, k_top=k_top)
+    nothing = varying_like(_Chosen(jnp.full((n, k), -1, jnp.int32), jnp.zeros(n, jnp.int32)), keys)
+    start = _accepted(key, keys, jnp.int32(0), few, nothing, k_top)
 
-    def finish(carry: _Chosen) -> _Chosen:
-        chosen, count = carry
-        at = jnp.nonzero(count < k, size=room, fill_value=n)[0].astype(jnp.int32)
-        row_keys, rows = key[jnp.minimum(at, n - 1)], keys[jnp.minimum(at, n - 1)]
+    def finish(chosen: _Chosen) -> _Chosen:
+        at = jnp.nonzero(chosen.number < k, size=room, fill_value=n)[0].astype(jnp.int32)
+        row_keys, rows, before = jax.tree.map(lambda leaf: leaf[jnp.minimum(at, n - 1)], (key, keys, chosen))
 
-        def turn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            begin, chosen, count = carry
-            after = _accepted(row_keys, rows, begin, many, _Chosen(chosen, count), k=k, k_top=k_top)
-            return begin + many, after.positions, after.number
+        def turn(carry: tuple[Array, _Chosen]) -> tuple[Array, _Chosen]:
+            begin, before = carry
+            return begin + many, _accepted(row_keys, rows, begin, many, before, k_top)
 
-        start = jnp.int32(few), chosen[:, jnp.minimum(at, n - 1)], jnp.where(at < n, count[jnp.minimum(at, n - 1)], k)
-        _, new, done = jax.lax.while_loop(lambda carry: jnp.any(carry[2] < k) & (carry[0] < _LAST), turn, start)
+        before = before._replace(number=jnp.where(at < n, before.number, k))
+        _, after = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].number < k) & (carry[0] < _LAST), turn, (jnp.int32(few), before)
+        )
         # k candidates of a row can always be accepted; `_LAST` only makes sure that the loop ends.
-        done = jnp.where(at < n, k, done)
-        return _Chosen(chosen.at[:, at].set(new, mode="drop"), count.at[at].set(done, mode="drop"))
+        after = after._replace(number=jnp.where(at < n, k, after.number))
+        return jax.tree.map(lambda leaf, new: leaf.at[at].set(new, mode="drop"), chosen, after)
 
-    chosen, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < k), finish, _Chosen(chosen, count))
+    chosen = jax.lax.while_loop(lambda chosen: jnp.any(chosen.number < k), finish, start)
     position = jnp.arange(d, dtype=jnp.int32)
-    return jnp.any(jnp.stack([position[None] == row[:, None] for row in chosen]), axis=0)
+    return jnp.any(chosen.positions[:, :, None] == position[None, None], axis=1)
 
 
 def _draws(k: int, k_top: int, d: int, unlucky: float) -> int:
@@ -126,59 +127,51 @@ class _Chosen(NamedTuple):
     """The coordinates that were chosen so far.
 
     Attributes:
-        positions: chosen positions [k, n], -1 in empty slots.
+        positions: chosen positions [n, k], -1 in empty slots.
         number: number of chosen positions [n].
     """
 
-    positions: Int[Array, "k n"]
+    positions: Int[Array, "n k"]
     number: Int[Array, "n"]
 
 
 def _accepted(
-    key: Key,
-    keys: Int[Array, "n d"],
-    begin: Int[Array, ""],
-    draws: int,
-    before: _Chosen | None,
-    *,
-    k: int,
-    k_top: int,
+    key: Key, keys: Int[Array, "n d"], begin: Int[Array, ""], draws: int, before: _Chosen, k_top: int
 ) -> _Chosen:
-    """Test the next candidates and add the accepted ones to `before`.
+    """Test the next candidates of each row and add the accepted ones to `before`.
 
     A candidate is one of the k_top largest if and only if fewer than k_top entries are larger.
     """
-    n, d = keys.shape
-    columns, order = keys.T, jnp.arange(draws, dtype=jnp.int32)
-    candidate = _candidates(key, begin, draws, d)
-    magnitude = jnp.take_along_axis(columns, candidate, axis=0)
+    d, k = keys.shape[1], before.positions.shape[1]
+    order = jnp.arange(draws, dtype=jnp.int32)
 
-    def add(j: Array, total: Array) -> Array:
-        tie = (j < candidate).astype(keys.dtype)  # among equals, the first position counts as the larger
-        return total + (columns[j][None] + tie > magnitude).astype(jnp.int32)
+    def rank(keys: Array, candidate: Array) -> Array:
+        first = (jnp.arange(d, dtype=jnp.int32) < candidate).astype(keys.dtype)
+        return count(keys + first > keys[candidate])  # among equals, the first position counts as the larger
 
-    start = varying_like(jnp.zeros((draws, n), jnp.int32), candidate, magnitude)
-    accept = jax.lax.fori_loop(0, d, add, start, unroll=56) < k_top
-    nothing = jnp.full((k, n), -1, jnp.int32), jnp.zeros(n, jnp.int32)
-    chosen, count = varying_like(nothing, magnitude) if before is None else before
-    if k > 1:  # distinct: neither accepted earlier in this call nor chosen before it
-        earlier = (order[None, :] < order[:, None])[..., None]
-        same = (candidate[:, None] == candidate[None]) & accept[None] & earlier
-        accept &= ~jnp.any(same, axis=1) & ~jnp.any(candidate[:, None] == chosen[None], axis=1)
-    place = count[None] + jnp.cumsum(accept, axis=0, dtype=jnp.int32) - accept.astype(jnp.int32)
-    slots = [jnp.max(jnp.where(accept & (place == slot), candidate, -1), axis=0) for slot in range(k)]
-    total = jnp.minimum(count + jnp.sum(accept, axis=0, dtype=jnp.int32), k)
-    return _Chosen(jnp.maximum(chosen, jnp.stack(slots)), total)
+    def of_row(key: Key, keys: Array, before: _Chosen) -> _Chosen:
+        candidate = _candidates(key, begin, draws, d)
+        accept = jax.vmap(partial(rank, keys))(candidate) < k_top
+        if k > 1:  # distinct: neither accepted earlier in this call nor chosen before it
+            same = (candidate[:, None] == candidate[None]) & accept[None] & (order[None, :] < order[:, None])
+            known = jnp.any(candidate[:, None] == before.positions[None], axis=1)
+            accept &= ~jnp.any(same, axis=1) & ~known
+        place = before.number + jnp.cumsum(accept, dtype=jnp.int32) - accept.astype(jnp.int32)
+        slot = jnp.arange(k, dtype=jnp.int32)[:, None]
+        new = jnp.max(jnp.where(accept[None] & (place[None] == slot), candidate[None], -1), axis=1)
+        number = jnp.minimum(before.number + jnp.sum(accept, dtype=jnp.int32), k)
+        return _Chosen(jnp.maximum(before.positions, new), number)
+
+    return jax.vmap(of_row)(key, keys, before)
 
 
-def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t n"]:
-    """Return uniform indices [draws, n] below d <= 2^12, column i from key i, after the first `begin` of the stream.
+def _candidates(key: Key, begin: Int[Array, ""], draws: int, d: int) -> Int[Array, "t"]:
+    """Return uniform indices [draws] below d <= 2^12, after the first `begin` of the key's stream.
 
     The bias is below d / 2^32.  A threefry hash per word would cost more than the rest of the selection.  Instead, the
     64 random bits of each key seed a counter that goes through the finaliser of MurmurHash3 (a bijection with full
     avalanche), twice.
     """
-    seed = jax.random.key_data(key).reshape(len(key), -1)[:, -2:].T[:, None, :]
+    seed = jax.random.key_data(key)[-2:]
     counter = begin.astype(jnp.uint32) + jnp.arange(1, draws + 1, dtype=jnp.uint32)
-    word = mixed(mixed(seed[0] + (counter * jnp.uint32(0x9E3779B9))[:, None]) ^ seed[1])
-    return scaled(word, d).astype(jnp.int32)
+    return scaled(mixed(mixed(seed[0] + counter * jnp.uint32(0x9E3779B9)) ^ seed[1]), d).astype(jnp.int32)

@@ -46,7 +46,7 @@ def magnitude_bits(x: Shaped[Array, "d"]) -> Int[Array, "d"]:
     return bits & jnp.iinfo(bits.dtype).max
 
 
-def _count(mask: Bool[Array, "d"]) -> Int[Array, ""]:
+def count(mask: Bool[Array, "d"]) -> Int[Array, ""]:
     """Count a mask.  Bytes are added column by column, because XLA on a CPU makes vector instructions of that only."""
     columns, rest = _columns(mask)
     return jnp.sum(columns, dtype=jnp.int32) + rest
@@ -109,7 +109,7 @@ def _with_ties(keys: Int[Array, "d"], threshold: _Threshold) -> tuple[Int[Array,
         middle = end | (1 << step)
         # The step is never negative.  Without it, XLA would compute keys == t before the loop, with ties or without.
         equal = keys == jnp.where(step < 0, step.astype(t.dtype), t)
-        enough = _count(equal & (jnp.arange(len(keys), dtype=jnp.int32) < middle)) >= wanted
+        enough = count(equal & (jnp.arange(len(keys), dtype=jnp.int32) < middle)) >= wanted
         return step - 1, jnp.where(enough, end, middle)
 
     # Under vmap the loop runs zero times if no row has a tie.
@@ -122,7 +122,7 @@ def _with_ties(keys: Int[Array, "d"], threshold: _Threshold) -> tuple[Int[Array,
 def _bisected(keys: Int[Array, "d"], k: int) -> _Threshold:
     """Build the k-th largest key bit by bit from the highest bit, with one count per bit."""
     t = _at_rank(keys, k)
-    above, equal = _count(keys > t), _count(keys == t)
+    above, equal = count(keys > t), count(keys == t)
     exact = above + equal == k
     return _Threshold(t - exact.astype(t.dtype), jnp.where(exact, 0, k - above))
 
@@ -132,7 +132,7 @@ def _at_rank(keys: Int[Array, "d"], rank: int) -> Int[Array, ""]:
 
     def grow(step: Array, t: Array) -> Array:
         higher = t | (jnp.ones((), keys.dtype) << (width - 1 - step).astype(keys.dtype))
-        return jnp.where(_count(keys >= higher) >= rank, higher, t)
+        return jnp.where(count(keys >= higher) >= rank, higher, t)
 
     return jax.lax.fori_loop(0, width, grow, varying_like(jnp.zeros((), keys.dtype), keys))
 
@@ -169,7 +169,7 @@ def _interpolated(keys: Int[Array, "d"], k: int) -> _Threshold:
         t = jnp.where((step >= _HALVING) & (step % 2 == 0), middle, between)
         t = jnp.where(step == 0, guesses[0] - 1, jnp.where(step == 1, guesses[1], t))
         t = jnp.clip(t, low.t + 1, high.t - 1)
-        new = end(t, _count(keys > t))
+        new = end(t, count(keys > t))
         is_low = new.above >= k
         again = (step > 2) & (is_low == was_low)
         half = jnp.where(again, jnp.float32(0.5), jnp.float32(1))

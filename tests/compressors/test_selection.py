@@ -272,7 +272,7 @@ def test_drawn_are_the_first_distinct_accepted_candidates_of_a_row_s_stream_in_h
     x = np.random.default_rng(0).standard_normal((n, d))
     keys = jax.random.split(jax.random.key(3), n)
     found = np.asarray(candidates._draw_rows(keys, jax.vmap(selection.magnitude_bits)(jnp.asarray(x)), k, k_top))
-    stream = np.asarray(candidates._candidates(keys, jnp.int32(0), 200, d))
+    stream = np.asarray(jax.vmap(lambda key: candidates._candidates(key, jnp.int32(0), 200, d))(keys)).T
     for i in range(n):
         top = set(np.argsort(-np.abs(x[i]))[:k_top].tolist())
         first = list(dict.fromkeys(c for c in stream[:, i].tolist() if c in top))[:k]
