@@ -59,36 +59,45 @@ def _columns(mask: Bool[Array, "d"]) -> tuple[Int[Array, "c"], Int[Array, ""]]:
     return jnp.sum(table, axis=0, dtype=jnp.int8).astype(jnp.int32), jnp.sum(rest, dtype=jnp.int32)
 
 
-def largest(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
-    """Return the mask of the k largest non-negative integers; among equals, the first positions win."""
-    if len(keys) >= 2**31:
-        raise ValueError(f"a selection of d={len(keys)} coordinates; allowed: fewer than 2^31")
-    if k == len(keys):
-        return jnp.ones(len(keys), bool)
-    return jax.lax.platform_dependent(keys, cpu=partial(_by_counting, k=k), default=partial(_by_top_k, k=k))
+def largest(values: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
+    """Return the mask of the k largest magnitudes or non-negative integers; among equals, the first positions win.
+
+    XLA must compute the values once (`tree.once`).
+    """
+    if len(values) >= 2**31:
+        raise ValueError(f"a selection of d={len(values)} coordinates; allowed: fewer than 2^31")
+    if k == len(values):
+        return jnp.ones(len(values), bool)
+    return jax.lax.platform_dependent(values, cpu=partial(_by_counting, k=k), default=partial(_by_top_k, k=k))
 
 
-def _by_top_k(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
-    return jnp.zeros(len(keys), bool).at[jax.lax.top_k(keys, k)[1]].set(True)
+def _keys(values: Shaped[Array, "d"]) -> Int[Array, "d"]:
+    return values if jnp.issubdtype(values.dtype, jnp.integer) else magnitude_bits(values)
 
 
-def _by_counting(keys: Int[Array, "d"], k: int) -> Bool[Array, "d"]:
-    t, end = _row(k)(keys) if len(keys) >= _LARGE else _with_ties(keys, _bisected(keys, k))
+def _by_top_k(values: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
+    return jnp.zeros(len(values), bool).at[jax.lax.top_k(_keys(values), k)[1]].set(True)
+
+
+def _by_counting(values: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
+    keys = _keys(values)
+    t, end = _row(k)(values) if len(values) >= _LARGE else _with_ties(keys, _bisected(keys, k))
     return (keys > t) | ((keys == t) & (jnp.arange(len(keys), dtype=jnp.int32) <= end))
 
 
 @cache
-def _row(k: int) -> Callable[[Int[Array, "d"]], tuple[Int[Array, ""], Int[Array, ""]]]:
+def _row(k: int) -> Callable[[Shaped[Array, "d"]], tuple[Int[Array, ""], Int[Array, ""]]]:
     """Return a function of one long vector which, under vmap, takes rows one after another."""
 
-    def one(keys: Array) -> tuple[Array, Array]:
+    def one(values: Array) -> tuple[Array, Array]:
+        keys = _keys(values)
         return _with_ties(keys, _interpolated(keys, k))
 
     selected = jax.custom_batching.custom_vmap(one)
 
     @selected.def_vmap
-    def rule(n: int, batched: Sequence[bool], keys: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        return jax.lax.map(one, keys), (True, True)
+    def rule(n: int, batched: Sequence[bool], values: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        return jax.lax.map(one, values), (True, True)
 
     return selected
 
@@ -202,7 +211,8 @@ def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
     >>> top_k_mask(jnp.array([1.0, -3.0, 2.0, 3.0]), 2).tolist()
     [False, True, False, True]
     """
-    return largest(tree.once(magnitude_bits(x)), k)
+    magnitude_bits(x[:0])  # refuses what is not a floating-point vector
+    return largest(tree.once(x), k)
 
 
 @partial(jax.jit, static_argnames="k")
