@@ -81,7 +81,7 @@ def _by_top_k(values: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
 
 def _by_counting(values: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
     keys = _keys(values)
-    t, end = _row(k)(values) if len(values) >= _LARGE else _with_ties(keys, _bisected(keys, k))
+    t, end = _row(k)(values) if len(values) >= _LARGE else _with_ties(keys, bisected(keys, k))
     return (keys > t) | ((keys == t) & (jnp.arange(len(keys), dtype=jnp.int32) <= end))
 
 
@@ -91,7 +91,7 @@ def _row(k: int) -> Callable[[Shaped[Array, "d"]], tuple[Int[Array, ""], Int[Arr
 
     def one(values: Array) -> tuple[Array, Array]:
         keys = _keys(values)
-        return _with_ties(keys, _interpolated(keys, k))
+        return _with_ties(keys, interpolated(keys, k))
 
     selected = jax.custom_batching.custom_vmap(one)
 
@@ -128,7 +128,7 @@ def _with_ties(keys: Int[Array, "d"], threshold: _Threshold) -> tuple[Int[Array,
     return t, jnp.where(wanted > 0, end, -1)
 
 
-def _bisected(keys: Int[Array, "d"], k: int) -> _Threshold:
+def bisected(keys: Int[Array, "d"], k: int) -> _Threshold:
     """Build the k-th largest key bit by bit from the highest bit, with one count per bit."""
     t = _at_rank(keys, k)
     above, equal = count(keys > t), count(keys == t)
@@ -154,18 +154,23 @@ class _End(NamedTuple):
     log: Float[Array, ""]
 
 
-def _interpolated(keys: Int[Array, "d"], k: int) -> _Threshold:
+def sampled(keys: Int[Array, "d"], k: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return keys of a sample, two deviations below and above the k-th largest key, as far as a sample can tell."""
+    sample = keys[:: max(1, len(keys) // _SAMPLE) | 1]  # an odd stride, because layers have even sizes
+    rank, size = k * len(sample) / len(keys), len(sample)
+    spread = 2 * math.sqrt(rank * (1 - k / len(keys))) + 1
+    low, high = (_at_rank(sample, min(max(round(r), 1), size)) for r in (rank + spread, rank - spread))
+    return low, high
+
+
+def interpolated(keys: Int[Array, "d"], k: int) -> _Threshold:
     """Find a number with exactly k keys above it, or with ties, in few passes.
 
-    At least k keys are above the low end of a bracket, fewer than k above the high end.  The first two guesses are keys
-    of a sample, two deviations above and below the rank that is wanted.  The others interpolate the logarithm of the
-    count (the Illinois method: an end that stays twice counts half).  From the 16th on, every second halves it.
+    At least k keys are above the low end of a bracket, fewer than k above the high end.  The first two guesses come
+    from a sample.  The others interpolate the logarithm of the count (the Illinois method: an end that stays twice
+    counts half).  From the 16th on, every second guess halves the bracket.
     """
-    d = len(keys)
-    sample = keys[:: max(1, d // _SAMPLE) | 1]  # an odd stride, because layers have even sizes
-    rank = k * len(sample) / d
-    spread = 2 * math.sqrt(rank * (1 - k / d)) + 1
-    guesses = [_at_rank(sample, min(max(round(r), 1), len(sample))) for r in (rank + spread, rank - spread)]
+    guesses = sampled(keys, k)
 
     def end(t: Array, above: Array) -> _End:
         return _End(t, above, jnp.log((above.astype(jnp.float32) + 0.5) / k))
@@ -174,7 +179,7 @@ def _interpolated(keys: Int[Array, "d"], k: int) -> _Threshold:
         step, low, high, was_low = carry
         span = high.t.astype(jnp.float32) - low.t.astype(jnp.float32)
         between = low.t + (span * (low.log / (low.log - high.log))).astype(keys.dtype)
-        middle = (low.t >> 1) + (high.t >> 1) + (low.t & high.t & 1)
+        middle = (low.t >> 1) + (high.t >> 1)
         t = jnp.where((step >= _HALVING) & (step % 2 == 0), middle, between)
         t = jnp.where(step == 0, guesses[0] - 1, jnp.where(step == 1, guesses[1], t))
         t = jnp.clip(t, low.t + 1, high.t - 1)
@@ -190,7 +195,7 @@ def _interpolated(keys: Int[Array, "d"], k: int) -> _Threshold:
         _, low, high, _ = carry
         return (low.above != k) & (low.t < high.t - 1)
 
-    ends = jnp.array([-1, jnp.iinfo(keys.dtype).max], keys.dtype), jnp.array([d, 0], jnp.int32)
+    ends = jnp.array([-1, jnp.iinfo(keys.dtype).max], keys.dtype), jnp.array([len(keys), 0], jnp.int32)
     start = jnp.int32(0), *map(end, *ends), jnp.bool_(False)
     _, low, high, _ = jax.lax.while_loop(unfinished, narrow, varying_like(start, keys))
     exact = low.above == k

@@ -5,6 +5,7 @@ of it is one pass.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def _threefry(key: UInt[Array, "2 *n"], high: UInt[Array, "*n"], low: UInt[Array
 def program(keys: Array, *, bit_width: int, shape: tuple[int, ...]) -> Array:
     """The words of an equation `random_bits`: those of `jax.random.bits`."""
     size = math.prod(shape)
-    threefry = jax.random.key_impl(keys) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    config: Any = jax.config
+    threefry = jax.random.key_impl(keys) == "threefry2x32" and config.jax_threefry_partitionable
     # Few words are not worth the longer program.
     if not threefry or size >= 2**32 or keys.size * size < _FEWEST:
         return random_bits_p.bind(keys, bit_width=bit_width, shape=shape)

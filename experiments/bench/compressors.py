@@ -6,6 +6,7 @@ One call compresses n rows under `vmap`.  torch.topk takes the same rows, with i
 of EF-BV has 8 rows of data a client; "uncompressed" is the same method with the identity.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -19,7 +20,8 @@ import numpy as np
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
-from commjax.core import runner
+from commjax.compressors import random_sets, selection
+from commjax.core import random_words, runner
 from commjax.core.base import Compressor
 from commjax.models import fast_on_cpu
 from experiments.bench.measure import Ratio, Side, Table, command, take_turns
@@ -87,6 +89,46 @@ def on_rows(n: int, d: int, settings: Settings) -> Table:
     )
 
 
+def parts(n: int, d: int, settings: Settings) -> Table:
+    """Time what top-k and rand-k are made of, and what they were made of before."""
+    k = max(1, round(settings.share * d))
+    x = jax.random.normal(jax.random.key(0), (n, d), jnp.float32)
+    ids = jnp.arange(n)
+    bits = jax.jit(jax.vmap(selection.magnitude_bits))(x)
+    rows = {
+        "top-k: one count of what is above a number": lambda row: selection.count(row > 1 << 29),
+        "top-k: two keys of a sample": lambda row: selection.sampled(row, k),
+        "top-k: the threshold": lambda row: selection.interpolated(row, k),
+        "top-k: the threshold bit by bit (before)": lambda row: selection.bisected(row, k),
+    }
+    # Rows one after another, as top-k takes them.
+    sides: dict[str, tuple[Callable[..., Any], jax.Array]] = {
+        name: (jax.jit(partial(jax.lax.map, function)), bits) for name, function in rows.items()
+    }
+    sides["top-k: the mask"] = jax.jit(jax.vmap(lambda row: selection.top_k_mask(row, k))), x
+
+    def keyed(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return jax.jit(jax.vmap(lambda id: function(jax.random.fold_in(jax.random.key(1), id))))
+
+    sides["rand-k: k positions"] = keyed(lambda key: random_sets.random_positions(key, d, k)), ids
+    sides["rand-k: a word an entry (before)"] = keyed(lambda key: random_words.bits(key, (d,))), ids
+
+    def side(function: Callable[[Any], Any], argument: jax.Array) -> Side:
+        return Side(
+            lambda: [jax.block_until_ready(function(argument)) for _ in range(settings.calls)], n * d * settings.calls
+        )
+
+    return Table(
+        f"Parts of a selection from {d:,} entries",
+        f"{n} rows, k = {k}, float32",
+        "The threshold is moved until exactly k entries are above it, which takes about eight counts; bit by bit, it "
+        "takes 31. Before, rand-k took the k largest of one random word an entry.",
+        take_turns({name: side(*one) for name, one in sides.items()}, settings.repeats),
+        {},
+        ("ns an entry", 1e9),
+    )
+
+
 class Mlp(nn.Module):
     """784-64-10."""
 
@@ -149,7 +191,7 @@ def in_ef_bv(name: str, module: nn.Module, settings: Settings) -> Table:
 def tables(settings: Settings) -> list[Table]:
     """Measure all tables."""
     networks = {"an MLP": Mlp(), "a CNN": Cnn()}
-    rows = [on_rows(n, d, settings) for n, d in settings.sizes]
+    rows = [on_rows(n, d, settings) for n, d in settings.sizes] + [parts(*settings.sizes[0], settings)]
     return rows + [in_ef_bv(name, module, settings) for name, module in networks.items()]
 
 

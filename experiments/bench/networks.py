@@ -3,13 +3,14 @@ r"""Local training of networks on a CPU: a step in a round of FedAvg, ours again
     python -m venv fedjax_env
     fedjax_env/bin/pip install fedjax==0.0.17 jax==0.4.20 jaxlib==0.4.20 dm-haiku==0.0.11 \
         optax==0.1.7 chex==0.1.84 'numpy<2' 'scipy<1.12'
-    python -m experiments.bench.networks --fedjax fedjax_env/bin/python
+    FEDJAX_PYTHON=fedjax_env/bin/python python -m experiments.bench networks
 
 All sides take the same steps on the same shapes.  "gradient" is the bare gradient of one batch, compiled by itself: a
 step in a round should cost little more.  FedJAX 0.0.17 needs an older JAX, and therefore its own environment (Python
 3.11).
 """
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +53,8 @@ class Settings:
     batch: int = 20  # rows of a step
     turns: int = 5  # rounds of each side that are counted
     lax: bool = True  # also lax's convolutions, which are slow: one client, one fifth of the steps
-    fedjax: Path | None = None  # Python of the environment with FedJAX
+    # Python of the environment with FedJAX
+    fedjax: Path | None = Path(os.environ["FEDJAX_PYTHON"]) if "FEDJAX_PYTHON" in os.environ else None
 
 
 class Network(nn.Module):

@@ -203,7 +203,7 @@ def report(name: str, rows: list[dict], settings: Settings, thesis: dict[tuple[s
     axes.set_ylabel("test accuracy, %")
     axes.set_ylim(bottom=max(0.0, np.nanmin([row["accuracy"] for row in rows]) - 12))
     axes.set_title(f"{settings.task}, {settings.model}")
-    axes.legend(loc="lower right", frameon=True)
+    axes.legend(loc="upper right", frameon=True)
     stem = stem_of(name, settings)
     plots.save(figure, stem.with_name(stem.name + ".png"))
     tables.save(stem, rows, "\n".join(lines))

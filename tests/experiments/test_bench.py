@@ -82,8 +82,12 @@ def test_the_records_are_of_known_benchmarks():
 
 def test_compressors_are_measured_on_rows_and_in_a_round():
     tiny = compressors.Settings(sizes=((2, 300),), clients=2, rows=2, repeats=1, calls=1)
-    rows, mlp, cnn = compressors.tables(tiny)
-    assert len(rows.seconds) >= 9 and set(mlp.seconds) == set(cnn.seconds) == {"uncompressed", "top 1 %", "rand 1 %"}
+    rows, parts, mlp, cnn = compressors.tables(tiny)
+    assert (
+        len(rows.seconds) >= 9
+        and len(parts.seconds) == 7
+        and set(mlp.seconds) == set(cnn.seconds) == {"uncompressed", "top 1 %", "rand 1 %"}
+    )
 
 
 def test_an_exponent_is_the_slope_of_the_logarithms():
