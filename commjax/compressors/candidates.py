@@ -89,7 +89,7 @@ def _draw_rows(key: Key, keys: Int[Array, "n d"], k: int, k_top: int) -> Bool[Ar
     accepted candidates are gathered and get more.
     """
     n, d = keys.shape
-    few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-4)
+    few, many = _draws(k, k_top, d, 1 / 16), _draws(k, k_top, d, 1e-2)
     room = max(1, n // 8)
     nothing = varying_like(_Chosen(jnp.full((n, k), -1, jnp.int32), jnp.zeros(n, jnp.int32)), keys)
     start = _accepted(key, keys, jnp.int32(0), few, nothing, k_top)

@@ -80,8 +80,8 @@ def on_rows(n: int, d: int, settings: Settings) -> Table:
     return Table(
         f"Compressing rows of {d:,} entries",
         f"{n} rows, k = {k}, float32",
-        "Times are nanoseconds an entry. A threshold for top-k is found with about eight counts of all entries; "
-        "rand-k draws k positions by a keyed permutation.",
+        "A threshold for top-k is found with about eight counts of all entries. rand-k draws k positions by a keyed "
+        "permutation.",
         take_turns(sides, settings.repeats),
         ratios,
         ("ns an entry", 1e9),

@@ -68,11 +68,12 @@ def take_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]
     """Return the seconds a unit of each side in each turn.
 
     The sides take turns, so that a slow moment of the machine affects all of them.  A call of each, which compiles, is
-    not counted.
+    not counted.  Each waits a moment first, because threads of the side before it may still be spinning.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, side in sides.items():
+            time.sleep(0.1)
             begin = time.perf_counter()
             jax.block_until_ready(side.run())
             if turn:

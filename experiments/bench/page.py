@@ -50,10 +50,9 @@ def section(title: str, tables: Sequence[tuple[str, dict[str, Any]]], name: str)
 def figure(tables: Sequence[dict[str, Any]]) -> None:
     """Draw time and memory against size, with the fitted exponents, from the tables of the benchmark `growth`."""
     drawn, axes = plots.panels(1, 2, (7, 3.2))
-    colors = plots.shades(sum("exponent" in table["ratios"] for table in tables))
     (memory,) = (table["times"] for table in tables if table["title"] == "Memory")
-    for color, table in zip(colors, (table for table in tables if "exponent" in table["ratios"])):
-        name = table["title"].removeprefix("Growth with ")
+    for number, table in enumerate(table for table in tables if "exponent" in table["ratios"]):
+        name, color = table["title"].removeprefix("Growth with "), f"C{number}"
         sizes = [int(size.replace(",", "")) for size in table["times"]]
         slope = table["ratios"]["exponent"]["values"][1]
         times = [value[1] for value in table["times"].values()]
