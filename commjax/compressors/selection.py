@@ -217,7 +217,7 @@ def top_k_mask(x: Shaped[Array, "d"], k: int) -> Bool[Array, "d"]:
     [False, True, False, True]
     """
     magnitude_bits(x[:0])  # refuses what is not a floating-point vector
-    return largest(tree.once(x), k)
+    return largest(jax.lax.stop_gradient(tree.once(x)), k)
 
 
 @partial(jax.jit, static_argnames="k")

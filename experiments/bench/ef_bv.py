@@ -23,6 +23,7 @@ import numpy as np
 
 from commjax import compressors
 from commjax.algorithms import ef_bv
+from commjax.compressors import candidates
 from commjax.core import rounds, runner
 from commjax.core.base import Message
 from commjax.data.stacked import ClientData
@@ -211,6 +212,45 @@ def others(settings: Settings) -> dict[str, Side]:
     )
 
 
+def roofline(settings: Settings) -> Table:
+    """Time the parts of a round and of a sweep's round by themselves, and the machine's peaks.
+
+    Their sum is what a round costs without anything between them: each part reads and writes what it must.
+    """
+    n, d, rows, runs = settings.n, settings.d, settings.rows, 16
+    data = jax.tree.map(jnp.asarray, data_of(settings))
+    grads = jax.vmap(jax.grad(partial(logistic.loss, mu=MU)), (None, 0))
+    table, points = jnp.ones((runs, n, d)), jax.random.normal(jax.random.key(0), (runs, d))
+    keys = jax.random.split(jax.random.key(1), (runs, n))
+    noise = jax.random.normal(jax.random.key(2), (runs, n, d))
+    some = jax.vmap(jax.vmap(lambda key, row: candidates.k_of_top_mask(key, row, K, d // 2)))
+    matrix = jnp.ones((1024, 1024))
+    programs = {
+        "gradients": lambda count: (jax.vmap(grads, (0, None)), (points[:count], data)),
+        "selection": lambda count: (some, (keys[:count], noise[:count])),
+        "control variates": lambda count: (lambda h, m: h + 0.1 * (m - h), (table[:count], noise[:count])),
+    }
+    flops, megabytes = 4e-6 * n * rows * d, 4e-6 * n * d
+    sides = {}
+    for name, program in programs.items():
+        for count in (1, runs):
+            function, arguments = program(count)
+            sides[f"{name}, {count} run{'s' * (count > 1)}"] = repeated(partial(jax.jit(function), *arguments), 100)
+    peak, copy = jax.jit(lambda a: a @ a), jax.jit(lambda a: a + 1)
+    sides["peak: 2.1 GFLOP of a matrix product"] = repeated(partial(peak, matrix), 10)
+    sides["peak: 4.2 MB read and written"] = repeated(partial(copy, matrix), 100)
+    return Table(
+        "What a round of EF-BV is made of",
+        f"as above; one run: {flops:.1f} MFLOP and {8 * rows * n * d / 1e6:.1f} MB of data for the gradients (read "
+        f"twice), {3 * megabytes:.1f} MB of control variates",
+        "The parts of one run, and of 16, bound a round and a sweep's round from below. A sweep can share the reading "
+        "of the data, and nothing of the selection and the control variates.",
+        take_turns(sides, settings.repeats),
+        {},
+        ("ms", 1e3),
+    )
+
+
 def first_round() -> float:
     """Return the seconds of the first round in a new process, import and compilation included."""
     command = [sys.executable, "-c", FIRST_ROUND]
@@ -246,6 +286,7 @@ def tables(settings: Settings) -> list[Table]:
             {"sweep of 16 / one run": Ratio("sweep of 16", "EF-BV", 8)},
             ("ms a round", 1e3),
         ),
+        roofline(settings),
         Table(
             "The first round", "a new process; import and compilation included", "", first, {}, ("s", 1), {"EF-BV": 6}
         ),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commjax.compressors import candidates, random_sets, selection, top_k
+from commjax.compressors import candidates, comp, leafwise, random_sets, selection, top_k
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 D = 7
@@ -100,6 +100,18 @@ def test_a_long_row_is_selected_right_inside_a_fusion_that_would_compute_it_twic
         assert (np.asarray(mask).sum(axis=1) == 100).all()
 
 
+@pytest.mark.parametrize("compressor", [top_k(5), comp(3, 50)], ids=lambda c: c.name)
+def test_a_long_vector_that_was_compressed_can_be_differentiated(compressor):
+    def energy(x):
+        return jnp.sum(compressor.compress(KEYS[0], x).value ** 2) / 2
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, LONG)))
+    value, gradient = jax.jit(
+        lambda x: (jax.vmap(lambda row: compressor.compress(KEYS[0], row).value)(x), jax.vmap(jax.grad(energy))(x))
+    )(x)
+    np.testing.assert_allclose(gradient, value * np.where(value == 0, 0, value / x))
+
+
 @pytest.mark.parametrize("d", [1, 15, 16, 17, 300, LONG])
 def test_entries_of_a_mask_are_found_by_their_number(d):
     rng = np.random.default_rng(d)
@@ -124,6 +136,13 @@ def test_positions_and_values_are_those_of_the_mask(d, k):
     for size in (k, 2 * k, d):
         drawn = np.asarray(candidates.k_of_top(KEYS[0], jnp.asarray(x), k, size))
         assert len(set(drawn.tolist())) == k and oracle(x, size)[drawn].all()
+
+
+def test_more_entries_than_there_are_cannot_be_kept():
+    for compressor, name in ((top_k(3), "top_k"), (leafwise(lambda d: top_k(1)), "top_k")):
+        x = jnp.ones(2) if compressor.name == "top-3" else {"full": jnp.ones(3), "empty": jnp.ones(0)}
+        with pytest.raises(ValueError, match=f"{name}: k must be at most the dimension d = [02], got [13]"):
+            compressor.compress(KEYS[0], x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
