@@ -14,7 +14,7 @@ from commjax.core.tree import varying_like
 
 # From this dimension on, a set is drawn by a keyed permutation, at the price of k.
 LARGE = 1024
-# With one round less, four million keys show that pairs of 64 places are not uniform, and far fewer those of 12 places.
+# Three rounds are not enough for 64 places, as four million keys show; four are.  More places need fewer rounds.
 _ROUNDS = 4
 
 

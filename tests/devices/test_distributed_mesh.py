@@ -112,7 +112,7 @@ def test_rows_and_states_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         hosts.local_ids(0, mesh)
     state = hosts.init(CASE.algorithm, CASE.params, 8, mesh)
-    with pytest.raises(ValueError, match="state has 8 rows, 9 clients on 2 devices are 10"):
+    with pytest.raises(ValueError, match="n must be between 1 and the 8 rows, got 9"):
         runner.loop(KEY, CASE.algorithm, CASE.hparams, state, CASE.data, 1, mesh=mesh, n=9)
     with pytest.raises(ValueError, match="data has 7 rows, 8 clients on 2 devices are 8"):
         runner.loop(KEY, CASE.algorithm, CASE.hparams, state, np.zeros((7, 2)), 1, mesh=mesh, n=8)
