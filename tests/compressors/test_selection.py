@@ -363,6 +363,14 @@ def test_ordered_pairs_of_few_places_are_uniform_after_the_rounds_of_the_permuta
     assert abs(chi_square(counts[~np.eye(d, dtype=bool)], len(pairs) / (d * (d - 1)))) < 5
 
 
+@pytest.mark.parametrize("d", [2**31 - 1, 2**30 + 1, 25013 * 85009])
+def test_positions_among_billions_are_distinct_and_spread_evenly(d):
+    positions = np.asarray(random_sets.permutation(KEYS[1], d, 20_000))
+    assert positions.min() >= 0 and positions.max() < d and len(np.unique(positions)) == 20_000
+    for part in (positions, positions % 65_536 * (d // 65_536)):  # high and low digits
+        assert abs(chi_square(np.histogram(part, 64, (0, d))[0], 20_000 / 64)) < 5
+
+
 @pytest.mark.parametrize("d", [1, 2, 3, 10, 31, 1024, 1031])
 def test_a_permutation_of_all_places_has_every_place_once(d):
     images = np.asarray(jax.vmap(lambda key: random_sets.permutation(key, d, d))(KEYS[:5]))
