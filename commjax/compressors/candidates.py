@@ -47,7 +47,7 @@ def k_of_top_mask(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Bool[A
 
 @partial(jax.jit, static_argnames=("k", "k_top"))
 def k_of_top(key: Key, x: Shaped[Array, "d"], k: int, k_top: int) -> Int[Array, "k"]:
-    """Return the positions of `k_of_top_mask`, in an order that means nothing.
+    """Return the positions of `k_of_top_mask`, in no particular order.
 
     Args:
         key: random key.

@@ -32,8 +32,9 @@ def _takes_part(key: Key, id: ClientId, n: int, m: int) -> tuple[Bool[Array, ""]
 def _owned(key: Key, d: int, id: ClientId, n: int) -> Bool[Array, "d"]:
     """Return the mask of the coordinates that a client of `perm_k` owns."""
     key_coordinates, key_clients = jax.random.split(key)
-    seat = jax.random.permutation(key_clients, n)[id]
-    place = permutation(key_coordinates, d, d) if d >= LARGE else jax.random.permutation(key_coordinates, d)
+    seat = jax.random.permutation(key_clients, jnp.arange(n, dtype=jnp.int32))[id]
+    many = jnp.arange(d, dtype=jnp.int32)
+    place = permutation(key_coordinates, d, d) if d >= LARGE else jax.random.permutation(key_coordinates, many)
     return _block(place, d, n) == seat if d >= n else place == _block(seat, n, d)
 
 

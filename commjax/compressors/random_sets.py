@@ -64,7 +64,7 @@ def random_positions(key: Key, d: int, k: int) -> Int[Array, "k"]:
         k: number of chosen coordinates, 1 <= k <= d.
 
     Returns:
-        Positions [k]; their order means nothing.
+        Positions [k], in no particular order.
     """
     if d >= LARGE:
         return permutation(key, d, k)

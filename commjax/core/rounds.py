@@ -101,8 +101,8 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """Like `jax.vmap(function)`, but the clients are computed one after another.
 
     This saves memory.  On a CPU, a round of convolutional networks takes 0.75 to 0.95 of its time under `jax.vmap`
-    (docs/results/speed.md), but a round of small problems many times as long.  Therefore `jax.vmap` is the default of
-    the methods, on every platform.
+    (docs/results/speed.md), but a round of 1,000 small clients (logistic regression, d = 112) four times as long.
+    Therefore `jax.vmap` is the default of the methods, on every platform.
 
     Args:
         function: function of one client's rows.

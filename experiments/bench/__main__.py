@@ -1,7 +1,7 @@
 """Run all benchmarks, compare with the record of this kind of CPU, and make the speed page.
 
-    python -m experiments.bench                    all of them, about 25 minutes on 2 cores
-    python -m experiments.bench --quick            small sizes, about 4 minutes
+    python -m experiments.bench                    all of them, about 12 minutes on 2 cores
+    python -m experiments.bench --quick            small sizes, about 3 minutes
     python -m experiments.bench ef_bv optax        some of them
     python -m experiments.bench --write            keep what was measured as the record of this kind of CPU
     python -m experiments.bench --page             make docs/results/speed.md from the records

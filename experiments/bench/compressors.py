@@ -1,6 +1,6 @@
 """Compressors at the sizes of networks, against torch.topk, and what they add to a round of EF-BV.
 
-    python -m experiments.bench.compressors          about 2 minutes on 2 cores
+    python -m experiments.bench.compressors          about 1 minute on 2 cores
 
 One call compresses n rows under `vmap`.  torch.topk takes the same rows, with its default number of threads.  A round
 of EF-BV has 8 rows of data a client; "uncompressed" is the same method with the identity.

@@ -1,6 +1,6 @@
 """How time and memory grow with clients, dimension, local steps, rounds and devices; the first round of every method.
 
-    python -m experiments.bench.growth          about 5 minutes on 2 cores, and 12 GB of memory
+    python -m experiments.bench.growth          about 2 minutes on 2 cores; the largest program reserves 5.2 GB
 
 One size is changed at a time.  The exponent is the slope of log(time) over log(size), over all sizes: small ones have
 fixed costs, large ones do not fit into the cache.  Memory is what XLA reserves for the compiled round (arguments,
